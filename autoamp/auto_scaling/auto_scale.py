@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,8 +43,6 @@ from autoamp.torch_private import TELLS_GRAPH_TASKS
 
 __all__ = ["AutoScale"]
 
-log = logging.getLogger(__name__)
-
 
 class AutoScale:
     """Scales every backward pass of the program that ends in parameters of an optimizer, until `stop`.
@@ -60,22 +57,17 @@ class AutoScale:
 
     Args:
         optimizers: Guards the optimizers.
-        scaler: Gives the scale.
-        on_aside: Called once with what the program scales its losses with, where it does so for good.
     """
 
-    def __init__(
-        self, optimizers: GuardedOptimizers, scaler: LossScaler, *, on_aside: Callable[[str], None] = lambda whom: None
-    ) -> None:
+    _scaler: LossScaler
+
+    def __init__(self, optimizers: GuardedOptimizers) -> None:
         self._optimizers = optimizers
-        self._scaler = scaler
-        self._on_aside = on_aside
         self._patches = PatchSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
         self._passes = RunningPasses()
-        self._aside: str | None = None
         self.active = False
 
     def start(self) -> AutoScale:
@@ -91,6 +83,7 @@ class AutoScale:
             )
         if self._optimizers.has_masters:
             raise UsageError("auto_scale() is for fp32 models, and an optimizer here has masters; use scale_loss")
+        self._scaler = self._optimizers.loss_scalers.choose(0)
         self.active = True
         self.resume()
         return self
@@ -162,7 +155,7 @@ class AutoScale:
     @property
     def yielded_to(self) -> str | None:
         """What the program itself scales its losses with, None where this object does."""
-        return self._aside
+        return self._optimizers.casts.yielded_to
 
     # -- what the program makes --
 
@@ -191,10 +184,7 @@ class AutoScale:
         Args:
             whom: What the program scales its losses with, for the log.
         """
-        if self._aside is None:
-            self._aside = whom
-            log.info("the program uses %s: autoamp does not scale its losses", whom)
-            self._on_aside(whom)
+        self._optimizers.casts.yield_to(whom)
 
     # The names of version 0.1.
     standing_aside, stand_aside = yielded_to, yield_to
@@ -299,7 +289,7 @@ class AutoScale:
         """Tell whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
         return (
             self._scaler.checks
-            and self._aside is None
+            and self.yielded_to is None
             and not open_blocks.count
             and not torch.compiler.is_compiling()
             and (not given or len(given) == len(roots))

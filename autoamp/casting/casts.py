@@ -7,7 +7,9 @@ fp64 and tensors of other devices are left as they are, and so are sparse ones, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
+
+log = logging.getLogger(__name__)
 
 
 class Casts:
@@ -38,6 +42,9 @@ class Casts:
         deviations: `ThreadState.deviations`: while it is empty every thread casts.
         cache: Keeps casts of parameters, and of the last activation.
         warned: The names of banned functions whose warning was given already.
+        yielded_to: The mixed precision of the program itself, such as ``"torch.autocast"``; None until it is seen.
+        own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
+            and those of its enabled autocast regions by how often it entered them.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
 
@@ -57,6 +64,8 @@ class Casts:
         self.is_open = False
         self.cache = CastCache(self.local, enable_caching)
         self.warned: set[str] = set()
+        self.yielded_to: str | None = None
+        self.own_dtypes: Counter[torch.dtype] = Counter()
         self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         self.args_to_half = build_caster(dtype, self.narrow, device_type, self.cache)
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)
@@ -134,6 +143,18 @@ class Casts:
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
+
+    def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
+        """Scale no loss of the program for it any more: the program has its own mixed precision.
+
+        Args:
+            whom: The class or function of torch or autoamp that the program uses, or its half model.
+            dtypes: The half dtypes that the program computes in, if they are known.
+        """
+        self.own_dtypes.update(dtypes)
+        if self.yielded_to is None:
+            self.yielded_to = whom
+            log.info("the program uses %s: autoamp does not scale its losses", whom)
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype."""

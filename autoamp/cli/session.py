@@ -230,12 +230,14 @@ class Run:
         counts, yielded_to, before = now.optimizers.counts, self._scaling.yielded_to, self._inherited
         by_program = counts.own is not None or counts.own_scale is not None
         ours = yielded_to is None and (counts.guarded > 0 or now.handle is not self.handle)
+        if by_program:
+            yielded_to = "torch.amp.GradScaler" if counts.own is None else "FP16_Optimizer"
         return {
-            "loss_scale": counts.loss_scale(now.loss_scale) if by_program or ours else None,
+            "loss_scale": counts.loss_scale(now.handle.loss_scale) if by_program or ours else None,
             "steps": counts.all - before[0],
             "skipped": counts.all_skipped - before[1],
             "nonfinite": now.nonfinite.total,
-            "scaling_left_to": yielded_to if counts.own is None else "FP16_Optimizer",
+            "scaling_left_to": yielded_to,
         }
 
 

@@ -17,10 +17,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.levels.opt_levels import LEVELS, OptLevel, level_with
-from autoamp.levels.setup import end, set_up
+from autoamp.levels.setup import Setup, end, set_up
 from autoamp.ops import expand
 from autoamp.rules import CastTable
-from autoamp.runtime import Settings, Setup, check_device, current_runtime, needed_handle
+from autoamp.runtime import Settings, check_device, current_runtime, needed_handle
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
 from autoamp.stepping import check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
 from autoamp.tensors import HALF_DTYPES
@@ -151,16 +151,16 @@ def initialize(
     scaler = make_scaler(level.loss_scale, settings.dtype, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
     setup = Setup(
         settings,
-        patches=level.patch_torch_functions,
+        level,
         on=level.patch_torch_functions and scope == "global",
-        masters=level.master_weights,
+        outputs=cast_model_outputs,
         # A scaler that was given serves this call alone.
         key=loss_scale if isinstance(loss_scale, LossScaler) else repr(scaler),
         # Copies: an overflow of one loss leaves the scale of the others.
         scalers=[scaler, *(copy.copy(scaler) for _ in range(num_losses - 1))],
     )
     # Every argument was checked: from here on what was set up before for these models is undone.
-    runtime = set_up(setup, level, model_list, optimizer_list, cast_model_outputs)
+    runtime = set_up(setup, model_list, optimizer_list)
     if asked is not None:
         runtime.optimizers.asked.put(asked, optimizer_list or None)
     _warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,33 +14,51 @@ from torch.nn import Module
 from autoamp.errors import UsageError
 from autoamp.levels.opt_levels import OptLevel
 from autoamp.modules import ForwardDtypes
-from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, Setup, current_runtime, put_handle, runtime_of
+from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, current_runtime, put_handle, runtime_of
+from autoamp.scaling import LossScaler
 from autoamp.stepping import check_half_model
 
-__all__ = ["end", "set_up"]
+__all__ = ["Setup", "end", "set_up"]
 
 
-def set_up(
-    setup: Setup, level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], outputs: torch.dtype | None
-) -> Runtime:
+@dataclass
+class Setup:
+    """What one call of `initialize` asks for.
+
+    Attributes:
+        settings: The settings that its arguments came to.
+        level: The opt level with the properties that it overrides.
+        on: Whether casts act everywhere; False where they act within its models alone, or nowhere.
+        outputs: The dtype of the models' floating outputs; None is fp32 if their inputs are cast.
+        key: Equal for calls that share their loss scalers.
+        scalers: One for each ``loss_id``.
+    """
+
+    settings: Settings
+    level: OptLevel
+    on: bool
+    outputs: torch.dtype | None
+    key: Any
+    scalers: list[LossScaler]
+
+
+def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) -> Runtime:
     """Set models and optimizers up for a level, and return what drives the handle, which is active then.
 
     Args:
         setup: What the call of `initialize` asks for.
-        level: Its level.
         models: Its models. What an earlier call set up of them is undone first.
         optimizers: Its optimizers.
-        outputs: The dtype of the models' floating outputs; None is fp32 if their inputs are cast.
 
     Raises:
         UsageError: Torch is patched for the models of an earlier call, in another way. Nothing was changed.
     """
-    runtime = _runtime_for(setup, models, optimizers)
+    runtime, level = _runtime_for(setup, models, optimizers), setup.level
     try:
         if level.casts_models or (level.cast_model_type is None and not level.master_weights):
             check_half_model(models, level.name, masters=level.master_weights)
         for model in models:
-            _set_up_model(runtime, setup, level, model, outputs)
+            _set_up_model(runtime, setup, model)
         runtime.optimizers.use_scalers(setup.scalers, optimizers)
         put_handle(runtime.handle)
         for model in models:
@@ -52,7 +70,9 @@ def set_up(
                 runtime.models.step_halves(optimizer)
                 runtime.optimizers.guard(optimizer, check=False)
         runtime.models.originals.clear()
-        runtime.give_masters()
+        runtime.optimizers.models_with_masters.update(
+            model for model, earlier in runtime.setups.items() if earlier.level.master_weights
+        )
     except BaseException:
         runtime.deactivate()
         raise
@@ -85,8 +105,8 @@ def _runtime_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[An
     earlier = _earlier_setups(models)
     setups = [*earlier.values(), setup]
     # A level that does not patch torch leaves it as an earlier call has it.
-    patching = [one.settings for one in setups if one.patches]
-    if setup.patches:
+    patching = [one.settings for one in setups if one.level.patch_torch_functions]
+    if setup.level.patch_torch_functions:
         _refuse_other_patches(patching[0], setup.settings)
     settings = replace(
         patching[-1] if patching else setup.settings,
@@ -126,11 +146,12 @@ def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
             )
 
 
-def _set_up_model(runtime: Runtime, setup: Setup, level: OptLevel, model: Module, outputs: torch.dtype | None) -> None:
+def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     """Cast a model as the level says, and what goes into it and comes out of it at each call."""
     # None: as everywhere. Within a model whose level does not patch torch nothing is cast, though it be patched for
     # another.
-    casts = None if setup.on else setup.patches
+    level, outputs = setup.level, setup.outputs
+    casts = None if setup.on else level.patch_torch_functions
     kind: Any = setup.settings.dtype if level.cast_model_type == "half" else level.cast_model_type
     if kind is None:
         dtypes = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)

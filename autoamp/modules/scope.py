@@ -7,7 +7,6 @@ argument is in the half dtype. A program that computes in half precision itself 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -27,23 +26,12 @@ log = logging.getLogger(__name__)
 
 
 class ModuleCasts(Casts):
-    """Casts within calls of modules.
-
-    Attributes:
-        yielded_to: What the program itself computes in half precision with, so that nothing is cast; None while
-            nothing of the kind was seen.
-        on_left: Called once with ``yielded_to``, when that is set.
-        own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
-            and those of its enabled autocast regions by how often it entered them.
-    """
+    """Casts within calls of modules, until the program's own mixed precision is seen."""
 
     in_modules = True
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True) -> None:
         super().__init__(dtype, device_type, enable_caching=enable_caching, on=None)
-        self.yielded_to: str | None = None
-        self.on_left: Callable[[str], None] = lambda whom: None
-        self.own_dtypes: Counter[torch.dtype] = Counter()
         self._trains = False
 
     def note_step(self) -> None:
@@ -65,15 +53,14 @@ class ModuleCasts(Casts):
             self.yield_to(AUTOCAST)
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
-        """Cast nothing any more: the program itself computes in half precision, in these dtypes if they are known."""
-        self.own_dtypes.update(dtypes)
-        if self.yielded_to is None:
-            self.yielded_to, self._on = whom, False
+        """Neither cast nor scale a loss any more: the program has its own mixed precision."""
+        super().yield_to(whom, dtypes)
+        if self._on is None:
+            self._on = False
             if self.is_open:
                 # Only the default: a thread that is within a module's call has its own switches until the call ends.
                 self.local.set_default(False, forced_off=True)
             log.info("the program has %s: autoamp does not cast", whom)
-            self.on_left(whom)
 
     def begin_call(self, module: Module) -> bool:
         """Tell whether casts are to be on within the call of a module: an outermost one of a model in fp32.

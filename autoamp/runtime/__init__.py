@@ -18,7 +18,7 @@ from autoamp.runtime.api import (
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.runtime import Runtime
-from autoamp.runtime.settings import Settings, Setup, check_device, device_type_of
+from autoamp.runtime.settings import Settings, check_device, device_type_of
 
 __all__ = [
     "BaseHandle",
@@ -27,7 +27,6 @@ __all__ = [
     "Region",
     "Runtime",
     "Settings",
-    "Setup",
     "activated",
     "check_device",
     "current_handle",

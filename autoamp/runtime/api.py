@@ -88,16 +88,15 @@ def init(
         LossScaleError: The loss scale is invalid.
     """
     _check_enabled(enabled, "init")
-    if not enabled:
-        return _put_no_op()
-    settings = Settings.of(
+    settings = _settings_of(
         lists, device_type, dtype, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose,
         allow_banned=allow_banned, rebind=rebind, scope=scope, trace_overflow=trace_overflow, capsule=capsule,
         on_nonfinite=on_nonfinite,
-    )  # fmt: skip
-    check_device(settings.device_type)
-    if falls_back_to_fp32(dtype, settings.device_type):
-        return _put_no_op()
+    ) if enabled else None  # fmt: skip
+    if settings is None:
+        nothing = NoOpHandle()
+        handles.put_base(nothing)
+        return nothing
     with handles.lock:
         base = handles.base
         if base is not None and base.settings == settings:
@@ -107,10 +106,13 @@ def init(
         return handle
 
 
-def _put_no_op() -> NoOpHandle:
-    nothing = NoOpHandle()
-    handles.put_base(nothing)
-    return nothing
+def _settings_of(
+    lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, **others: Any
+) -> Settings | None:
+    """Return the settings that arguments of `init` come to; None if the device falls back to fp32."""
+    settings = Settings.of(lists, device_type, dtype, **others)
+    check_device(settings.device_type)
+    return None if falls_back_to_fp32(dtype, settings.device_type) else settings
 
 
 def _check_enabled(enabled: Any, caller: str) -> None:
@@ -184,12 +186,10 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
     """
     _check_enabled(enabled, "region")
     inspect.signature(init).bind(enabled, loss_scale, **settings)
-    given = bool(settings) or loss_scale is not None
-    chosen = Settings.of(loss_scale=loss_scale, **settings) if given else None
-    if enabled and chosen is not None:
-        check_device(chosen.device_type)
-        enabled = not falls_back_to_fp32(settings.get("dtype"), chosen.device_type)
-    return Region(enabled, chosen)
+    if not enabled or (loss_scale is None and not settings):
+        return Region(bool(enabled), None)
+    chosen = _settings_of(loss_scale=loss_scale, **settings)
+    return Region(chosen is not None, chosen)
 
 
 def half_function(function: _Function) -> _Function:

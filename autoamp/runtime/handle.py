@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache
@@ -30,7 +32,7 @@ from autoamp.diagnostics import (
 )
 from autoamp.errors import UsageError
 from autoamp.kernels import Backend, backend
-from autoamp.modules import ModuleCasts, Override
+from autoamp.modules import Override
 from autoamp.rules import CastRule, CastTable
 from autoamp.runtime.runtime import Runtime, kind_of
 from autoamp.runtime.settings import Settings
@@ -301,7 +303,7 @@ class BaseHandle:
     @property
     def loss_scale(self) -> float:
         """The current scale of the first loss."""
-        return self._runtime.loss_scale
+        return self._runtime.optimizers.scalers[0].loss_scale
 
     @property
     def skipped_steps(self) -> int:
@@ -311,7 +313,7 @@ class BaseHandle:
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self._runtime.last_step_skipped
+        return self._runtime.nonfinite.last_skipped or self._runtime.optimizers.counts.last_skipped
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -327,7 +329,24 @@ class BaseHandle:
         ``nonfinite``, the steps that no loss scale guards and whose gradients or loss held inf or nan; ``casts``, what
         `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
         """
-        return self._runtime.stats
+        run, counts = self._runtime, self._runtime.optimizers.counts
+        run.nonfinite.own_scaler.catch_up()
+        # Waits for the device: only then scalers know of the last steps.
+        skipped = counts.all_skipped
+        # Scalers of a handle that guards no optimizer say nothing.
+        ours = run.optimizers.scalers if self.settings.enabled and (counts.own is None or counts.steps) else []
+        scalers = [*ours, *(() if counts.own is None else counts.own.losses)]
+        return {
+            "loss_scale": counts.loss_scale(self.loss_scale),
+            "loss_scales": [scaler.loss_scale for scaler in scalers],
+            "found_inf": [scaler.overflows for scaler in scalers],
+            "steps": counts.all,
+            "skipped": skipped,
+            "last_step_skipped": self.last_step_skipped,
+            "nonfinite": run.nonfinite.total,
+            "casts": {} if run.counts is None else run.counts.as_dict()["casts"],
+            "overflows": dict(Counter(found.kind for found in run.overflows.all)),
+        }
 
     def postfix(self) -> dict[str, str]:
         """Return a dict for ``tqdm.set_postfix``: the loss scale and the skipped steps."""
@@ -357,7 +376,7 @@ class BaseHandle:
                 now = self.stats
                 write_scalars(writer, {name: float(now[name]) for name in ("loss_scale", "skipped")}, now["steps"])
 
-        return self._runtime.on_step(write)
+        return self._runtime.followers.add(write, after_skips=True)
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers or averages of weights after each optimizer step that was not skipped.
@@ -377,8 +396,11 @@ class BaseHandle:
         Raises:
             UsageError: One of them cannot be called like this.
         """
-        end = self._runtime.followers.follow(followers)
-        self._runtime.tell_followers()
+        run = self._runtime
+        end = run.followers.follow(followers)
+        if not self.settings.enabled and not run.patched.step_hooks:
+            hook = register_optimizer_step_post_hook(lambda *_: run.followers.stepped(lambda: False))
+            run.patched.step_hooks.append(hook)
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
@@ -404,11 +426,10 @@ class BaseHandle:
             return None
         if run.optimizers.rehearsal is not None:
             raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
-        scale = run.optimizers.counts.loss_scale(run.loss_scale)
+        scale = run.optimizers.counts.loss_scale(self.loss_scale)
         with contextlib.ExitStack() as stack:
-            if run.auto_scaling is not None:
-                run.auto_scaling.pause()
-                stack.callback(run.auto_scaling.resume)
+            run.auto_scaling.pause()
+            stack.callback(run.auto_scaling.resume)
             return run.overflows.explain_step(step_fn, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
 
     @property
@@ -535,14 +556,8 @@ class BaseHandle:
             UsageError: The handle is not active, or its optimizers step master weights.
         """
         run = self._active_runtime
-        if run.auto_scaling is None or not run.auto_scaling.active:
-            # A program that scales its losses by torch's own means casts by them too.
-            auto_scaling = AutoScale(run.optimizers, run.optimizers.loss_scalers.choose(0), on_aside=run.yield_to)
-            if not self.settings.enabled:
-                return auto_scaling
-            run.auto_scaling = auto_scaling.start()
-            if isinstance(run.casts, ModuleCasts) and run.casts.yielded_to is not None:
-                run.auto_scaling.yield_to(run.casts.yielded_to)
+        if self.settings.enabled and not run.auto_scaling.active:
+            run.auto_scaling.start()
         return run.auto_scaling
 
     # -- checkpoints --

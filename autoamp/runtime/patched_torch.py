@@ -92,8 +92,7 @@ class PatchedTorch:
         if isinstance(casts, modules.ModuleCasts):
             note_step = casts.note_step
             self.step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
-        if run.auto_scaling is not None:
-            run.auto_scaling.resume()
+        run.auto_scaling.resume()
         log.log(
             # A program that has not set up logging shows warnings alone.
             logging.WARNING if settings.verbose else logging.DEBUG,
@@ -109,8 +108,7 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             run = self._runtime
-            if run.auto_scaling is not None:
-                run.auto_scaling.pause()
+            run.auto_scaling.pause()
             run.casts.shut()
             self.remove_hooks()
             self._steps.stop()
@@ -211,16 +209,14 @@ class PatchedTorch:
             if isinstance(owner, types.ModuleType):
                 self._compilers.add(original, replacement)
                 functions[id(original)] = (original, replacement)
-        # A function that lies in three modules of torch, two of which it hides by its name.
-        replacement = modules.build_parallel_apply(original_of(torch.nn.parallel.parallel_apply), self._runtime.casts)
-        for module_name in ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply"):
-            self._patches.replace(sys.modules[module_name], "parallel_apply", replacement)
         return functions
 
     def _builders(self) -> list[tuple[Any, str | None, Callable[[Any], Any]]]:
         """Return owners, attributes, and what builds each replacement."""
         run, checkpoint = self._runtime, torch.utils.checkpoint
         casts, context = run.casts, torch_private.CUSTOM_FUNCTION_CONTEXT
+        # The function `parallel_apply` hides the second and third of these modules as attributes.
+        parallel = ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply")
         regions, clipping = ops.AutocastRegions(casts), ClippingWatch(lambda: scaled_params(run.optimizers))
         return [
             (torch.autocast, "__enter__", regions.build_enter),
@@ -233,6 +229,10 @@ class PatchedTorch:
             (torch.nn.utils, "clip_grad_norm_", clipping.around),
             (torch.nn.utils, "clip_grad_value_", clipping.around),
             (torch.nn.Module, "__call__", self._module_call),
+            *(
+                (sys.modules[name], "parallel_apply", lambda f: modules.build_parallel_apply(f, casts))
+                for name in parallel
+            ),
             *((torch.nn.Module, name, builder) for name, builder in run.models.builders()),
             *run.overflows.recorder.builders(),
             *run.nonfinite.own_scaler.builders(),

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import Casts
@@ -30,9 +27,9 @@ from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
-from autoamp.runtime.settings import Settings, Setup
+from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import GuardedOptimizers, stepped_params
+from autoamp.stepping import GuardedOptimizers
 
 __all__ = ["Runtime", "kind_of"]
 
@@ -48,14 +45,14 @@ class Runtime:
         optimizers: The optimizers that it guards, and the loss scalers.
         patched: The patches of torch.
         ended: Whether ``deactivate`` was called. A suspended runtime may be activated again.
-        setups: The call of `initialize` that set up each model, in the order of the calls.
+        setups: What `initialize` keeps of the call that set up each model, in the order of the calls.
         observation: The observers of patched functions.
         nonfinite: Checks steps without a loss scale.
         overflows: Explains skipped steps, all of them with ``trace_overflow=True``.
         recording: What `Handle.record` began last; None before.
         counts: What `Handle.count` began last; None before.
-        followers: Functions that are called after steps.
-        auto_scaling: What `Handle.auto_scale` began last; None before.
+        followers: Functions that are called after steps of guarded optimizers.
+        auto_scaling: What `Handle.auto_scale` starts.
     """
 
     def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
@@ -68,19 +65,18 @@ class Runtime:
         self._apply(settings)
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
         self.followers = Followers()
+        self.optimizers.on_stepped = lambda skips: self.followers.stepped(lambda: skips is not None and skips.last)
         self.patched = PatchedTorch(self)
-        self.auto_scaling: AutoScale | None = None
+        self.auto_scaling = AutoScale(self.optimizers)
         self.counts: Counts | None = None
         self.recording: Recording | None = None
         self.ended = False
-        self.setups: weakref.WeakKeyDictionary[Module, Setup] = weakref.WeakKeyDictionary()
+        self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def _casts_for(self, settings: Settings, on: bool) -> Casts:
         if settings.scope == "global":
             return Casts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching, on=on)
-        casts = ModuleCasts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
-        casts.on_left = self._leave_scaling_to
-        return casts
+        return ModuleCasts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
@@ -136,9 +132,9 @@ class Runtime:
 
     def _end_diagnostics(self) -> tuple[str, ...]:
         """End what looks on, and auto scaling; restore torch."""
-        for begun in (self.auto_scaling, self.recording):
-            if begun is not None:
-                begun.stop()
+        self.auto_scaling.stop()
+        if self.recording is not None:
+            self.recording.stop()
         foreign = self.suspend()
         self.observation.end()
         return foreign
@@ -159,7 +155,7 @@ class Runtime:
         self._apply(settings)
         self.nonfinite.overflows, self.nonfinite.action = self.overflows, settings.on_nonfinite
         self.precisions.join(precisions)
-        self.optimizers.masters_for = None
+        self.optimizers.models_with_masters.clear()
 
     def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Give these models, and the optimizers that step their parameters, back what they had."""
@@ -171,16 +167,6 @@ class Runtime:
         self.precisions.undo_within(modules)
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
-
-    def give_masters(self) -> None:
-        """Let optimizers that come later have masters, if they step parameters of models that have masters."""
-        has_masters = any(setup.masters for setup in self.setups.values())
-        self.optimizers.masters_for = self._wants_masters if has_masters else None
-
-    def _wants_masters(self, optimizer: Any) -> bool:
-        models = [model for model, setup in self.setups.items() if setup.masters]
-        params = {id(param) for model in models for param in model.parameters()}
-        return any(id(param) in params for param in stepped_params(optimizer))
 
     # -- diagnostics --
 
@@ -200,62 +186,6 @@ class Runtime:
         """Tell this observer no more."""
         if self.observation.remove(observer) and not self.observation.observers:
             self.patched.patch_anew()
-
-    def on_step(self, told: Callable[[], object]) -> Callable[[], None]:
-        """Call this after each step of a guarded optimizer, skips included; return what ends that."""
-        self.tell_followers()
-        return self.followers.add(told, after_skips=True)
-
-    def tell_followers(self) -> None:
-        """Tell the followers of each step of a guarded optimizer from now on; of any optimizer where it is disabled."""
-        if not self.settings.enabled and not self.patched.step_hooks:
-            hook = register_optimizer_step_post_hook(lambda *_: self.followers.stepped(lambda: False))
-            self.patched.step_hooks.append(hook)
-        self.optimizers.on_stepped = lambda skips: self.followers.stepped(lambda: skips is not None and skips.last)
-
-    @property
-    def loss_scale(self) -> float:
-        """The current scale of the first loss."""
-        return self.optimizers.scalers[0].loss_scale
-
-    @property
-    def last_step_skipped(self) -> bool:
-        """Whether the last optimizer step was skipped."""
-        return self.nonfinite.last_skipped or self.optimizers.counts.last_skipped
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """How training goes, as plain JSON values; see `Handle.stats`."""
-        counts, own = self.optimizers.counts, self.optimizers.counts.own
-        self.nonfinite.own_scaler.catch_up()
-        # Waits for the device: only then scalers know of the last steps.
-        skipped = counts.all_skipped
-        # Scalers of a handle that guards no optimizer say nothing.
-        ours = self.optimizers.scalers if self.settings.enabled and (own is None or counts.steps) else []
-        scalers = [*ours, *(() if own is None else own.losses)]
-        return {
-            "loss_scale": counts.loss_scale(self.loss_scale),
-            "loss_scales": [scaler.loss_scale for scaler in scalers],
-            "found_inf": [scaler.overflows for scaler in scalers],
-            "steps": counts.all,
-            "skipped": skipped,
-            "last_step_skipped": self.last_step_skipped,
-            "nonfinite": self.nonfinite.total,
-            "casts": {} if self.counts is None else self.counts.as_dict()["casts"],
-            "overflows": dict(Counter(found.kind for found in self.overflows.all)),
-        }
-
-    def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
-        """Take note that the program itself computes in half precision, in these dtypes if they are known.
-
-        With ``scope="modules"`` casts end for good.
-        """
-        if isinstance(self.casts, ModuleCasts):
-            self.casts.yield_to(whom, dtypes)
-
-    def _leave_scaling_to(self, whom: str) -> None:
-        if self.auto_scaling is not None:
-            self.auto_scaling.yield_to(whom)
 
 
 def kind_of(value: Any) -> str:

@@ -12,10 +12,10 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.modules import check_module_rules
 from autoamp.rules import CastTable, load_table
-from autoamp.scaling import LossScaler, make_scaler
+from autoamp.scaling import make_scaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
 
-__all__ = ["Scope", "Settings", "Setup", "check_device", "device_type_of"]
+__all__ = ["Scope", "Settings", "check_device", "device_type_of"]
 
 
 Scope = Literal["global", "modules"]
@@ -124,24 +124,3 @@ def _half_dtype_of(device_type: str) -> torch.dtype:
             f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
             "torch.bfloat16"
         ) from None
-
-
-@dataclass
-class Setup:
-    """What one call of `initialize` set up.
-
-    Attributes:
-        settings: The settings that its arguments came to.
-        patches: Whether torch is patched for it.
-        on: Whether casts act everywhere; False where they act within its models alone, or nowhere.
-        masters: Whether optimizers of its models step master weights.
-        key: Equal for calls that share their loss scalers.
-        scalers: One for each ``loss_id``.
-    """
-
-    settings: Settings
-    patches: bool
-    on: bool
-    masters: bool
-    key: Any
-    scalers: list[LossScaler]

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
@@ -61,7 +62,7 @@ class GuardedOptimizers:
         counts: How many steps there were, and skips.
         asked: The process groups over which the program wants steps to be agreed on.
         runtime: What drives the handle now; None for optimizers of no handle.
-        masters_for: Tells of an optimizer that is guarded from now on whether it gets masters; None for no optimizer.
+        models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: What looks on, if anything does.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
@@ -77,7 +78,7 @@ class GuardedOptimizers:
         self.counts = StepCounts(self.loss_scalers.catch_up)
         self.asked = RequestedGroups()
         self.runtime: ActiveRuntime | None = None
-        self.masters_for: Callable[[Any], bool] | None = None
+        self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
         self.rehearsal: Rehearsing | None = None
@@ -178,7 +179,7 @@ class GuardedOptimizers:
             refuse_own_scaler(optimizer)
             guard = self.guard_of(_wrapped_by(optimizer))
         if guard is None:
-            wants_masters = self.masters_for is not None and self.masters_for(optimizer)
+            wants_masters = _steps_any_of(self.models_with_masters, optimizer)
             guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
             if check and guard.masters is None:
                 check_optimizer(optimizer)
@@ -253,7 +254,7 @@ class GuardedOptimizers:
     @property
     def has_masters(self) -> bool:
         """Whether an optimizer steps master weights, or will."""
-        return self.masters_for is not None or any(guard.masters is not None for guard in self.guards)
+        return bool(self.models_with_masters) or any(guard.masters is not None for guard in self.guards)
 
     def masters_of(self, optimizer: Any) -> MasterWeights | None:
         """Return an optimizer's masters, None where it has none."""
@@ -275,11 +276,11 @@ class GuardedOptimizers:
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
-        if self.masters_for is None or isinstance(optimizer, ScalesItself):
+        if isinstance(optimizer, ScalesItself):
             return
         # A half-built optimizer has no groups.
         with contextlib.suppress(AttributeError):
-            if self.masters_for(optimizer):
+            if _steps_any_of(self.models_with_masters, optimizer):
                 self.keep_masters(optimizer)
 
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
@@ -398,6 +399,12 @@ def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
             halves = [] if guard.masters is None else [half for half, _ in guard.masters.pairs]
             found[guard.name] = [*found.get(guard.name, ()), *guard.grads.params(), *halves]
     return found
+
+
+def _steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:
+    """Tell whether an optimizer steps a parameter of the models."""
+    params = {id(param) for model in models for param in model.parameters()}
+    return bool(params) and any(id(param) in params for param in stepped_params(optimizer))
 
 
 def _wrapped_by(wrapper: Any) -> Any:

@@ -960,7 +960,8 @@ def test_it_ends(handle: autoamp.Handle) -> None:
     # It goes on after a pause, and not after its end.
     scaling.resume()
     assert torch.autograd.backward is original
-    assert handle.auto_scale() is not scaling
+    assert handle.auto_scale().active
+    assert torch.autograd.backward is not original
     handle.deactivate()
     assert torch.autograd.backward is original_of(original)
     with pytest.raises(autoamp.UsageError, match="not active"):

@@ -96,9 +96,10 @@ class Delegating:
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_wrapper_that_hands_its_calls_on_has_the_guard_within(optimizers: GuardedOptimizers, masters: bool) -> None:
-    if masters:
-        optimizers.masters_for = lambda _: True
     half = Parameter(torch.ones(2, dtype=torch.float16 if masters else torch.float32))
+    model = torch.nn.ParameterList([half])
+    if masters:
+        optimizers.models_with_masters.add(model)
     inner = torch.optim.SGD([half], lr=0.5)
     guard = optimizers.guard(inner)
     wrapper = Delegating(inner)

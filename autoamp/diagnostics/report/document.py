@@ -68,7 +68,9 @@ def report_of(handle: Any) -> dict[str, Any]:
         "skips": skips,
         "samples": {"steps": samples.steps, "compared": check.compared},
         "trace": {"rows": trace["rows"] + trace["unlisted"]},
-        "values": {"loss_scale": handle.loss_scale, "formats": FORMATS, **samples.values.tables()},
+        "values": {
+            "loss_scale": handle.optimizers.scalers[0].loss_scale, "formats": FORMATS, **samples.values.tables(),
+        },
         "lists": settings.table.sources,
         "coverage": _coverage(recording),
         "versions": {

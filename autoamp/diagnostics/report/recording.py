@@ -48,7 +48,7 @@ class Recording(Watch):
     def start(self) -> Recording:
         """Begin with the coming step."""
         stack, overflows = self._stack, self._handle.overflows
-        stack.callback(self._handle.on_step(self._stepped))
+        stack.callback(self._handle.followers.add(self._stepped, after_skips=True))
         stack.callback(register_optimizer_step_pre_hook(lambda *_: self.check.compare(self.steps)).remove)
         overflows.listeners.append(self._overflowed)
         stack.callback(overflows.listeners.remove, self._overflowed)
