@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from autoamp.errors import UsageError
-from autoamp.scaling import make_scaler
+from autoamp.scaling import StaticLossScaler
 
 __all__ = ["DTYPES", "Options", "loss_scale_of"]
 
@@ -59,19 +59,15 @@ class Options:
         return asdict(self)
 
 
-def loss_scale_of(text: str | None) -> Literal["dynamic"] | float | None:
+def loss_scale_of(text: str | None) -> Any:
     """Return the ``loss_scale`` for `autoamp.init`.
 
     Raises:
         UsageError: This is neither ``"dynamic"`` nor a number.
     """
-    if text is None:
-        return None
-    if text == "dynamic":
-        return "dynamic"
+    if text is None or text == "dynamic":
+        return text
     try:
-        scale = float(text)
-        make_scaler(scale, torch.float16)
+        return StaticLossScaler(float(text)).loss_scale
     except ValueError:
         raise UsageError(f"--loss-scale {text!r}: expected 'dynamic' or a number above 0") from None
-    return scale

@@ -127,14 +127,16 @@ class Run:
         if count:
             self._listening.callback(self.follow(self._count))
         if options.capsule is not None:
-            self._listening.callback(runtime.activated.listen(self._check_capsule))
+            runtime.activated.append(self._check_capsule)
+            self._listening.callback(runtime.activated.remove, self._check_capsule)
         self._stop_recording = self.follow(lambda made: made.record(sample=sample)) if record else None
 
     def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:
         """Call a function with the handle, and with each later one. Returns a function that stops this."""
         if self.handle.settings.enabled:
             act(self.handle)
-        return runtime.activated.listen(act)
+        runtime.activated.append(act)
+        return lambda: runtime.activated.remove(act)
 
     @property
     def _now(self) -> BaseHandle:

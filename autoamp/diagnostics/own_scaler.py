@@ -87,7 +87,11 @@ class OwnScaler:
             self._skips[optimizer] = Skips(type(optimizer).__name__, self._optimizers)
         skips = self._skips[optimizer] if guard is None else guard.skips
         if not self._called:
-            self._optimizers.own_scaler_skips(skips)
+            # The scaler skipped the step without a call of the optimizer.
+            skips.steps += 1
+            self._optimizers.counts.step_begins(skips)
+            if self._optimizers.watch is not None:
+                self._optimizers.watch.step_begins()
         if flag is not None and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(_tell_late, skips, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):

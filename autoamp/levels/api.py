@@ -22,7 +22,7 @@ from autoamp.ops import expand
 from autoamp.rules import CastTable
 from autoamp.runtime import Settings, check_device, current_runtime, needed_handle
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import check_half_norms, check_optimizer, is_optimizer, refuse_own_scaler
+from autoamp.stepping import check_half_norms, check_optimizer, listed, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_parallelized
 
@@ -171,7 +171,7 @@ def initialize(
 
 def _checked_models(models: Any) -> list[Module]:
     """Return the models as a list. UsageError: one is wrapped already, or is no module."""
-    found = list(models) if isinstance(models, (list, tuple)) else [models]
+    found = listed(models)
     for model in found:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             raise UsageError(
@@ -197,16 +197,9 @@ def _refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:
     """Return the optimizers as a list. UsageError: one is no optimizer, or scales its losses itself."""
-    if optimizers is None:
-        return []
-    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    found = [] if optimizers is None else listed(optimizers)
     for optimizer in found:
-        if not is_optimizer(optimizer):
-            raise UsageError(
-                f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
-                "`param_groups` and `step()`"
-            )
-        refuse_own_scaler(optimizer)
+        refuse_unguardable(optimizer)
     return found
 
 

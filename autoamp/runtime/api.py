@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -138,29 +138,23 @@ class Region:
         self._enabled = enabled
         self._settings = settings
         # By thread, one block for each time that the thread has entered the region.
-        self._entered: dict[int, list[contextlib.AbstractContextManager[BaseHandle]]] = {}
+        self._entered: dict[int, list[contextlib.ExitStack]] = {}
 
     def __enter__(self) -> BaseHandle:
-        block = self._block()
-        handle = block.__enter__()
-        self._entered.setdefault(threading.get_ident(), []).append(block)
+        handle: BaseHandle
+        needs_own = self._settings is None and handles.handle is None
+        with contextlib.ExitStack() as block:
+            if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):
+                block.enter_context(disable_casts())
+                handle = handles.handle or NoOpHandle()
+            else:
+                handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))
+                block.enter_context(runtime_of(handle).casts.switched(True, forced_off=False))
+            self._entered.setdefault(threading.get_ident(), []).append(block.pop_all())
         return handle
 
     def __exit__(self, *exc_info: Any) -> None:
         self._entered[threading.get_ident()].pop().__exit__(*exc_info)
-
-    @contextlib.contextmanager
-    def _block(self) -> Iterator[BaseHandle]:
-        needs_own = self._settings is None and handles.handle is None
-        if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):
-            with disable_casts():
-                yield handles.handle or NoOpHandle()
-        else:
-            with (
-                handles.region(self._settings, lambda: self._own_handle) as handle,
-                runtime_of(handle).casts.switched(True, forced_off=False),
-            ):
-                yield handle
 
     @functools.cached_property
     def _own_handle(self) -> Handle:

@@ -97,7 +97,7 @@ class BaseHandle:
 
     def is_active(self) -> bool:
         """Tell whether this handle's patches are in place."""
-        return self._runtime.is_active()
+        return self._runtime.patched.in_place
 
     def deactivate(self) -> tuple[str, ...]:
         """Restore torch, the optimizers and the modules. Every patched attribute is again the original object.

@@ -25,7 +25,7 @@ from autoamp.diagnostics import (
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target
-from autoamp.runtime.events import activated, suspended
+from autoamp.runtime.events import activated, suspended, tell
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
@@ -93,26 +93,22 @@ class Runtime:
         """The casting state."""
         return self.optimizers.casts
 
-    def is_active(self) -> bool:
-        """Tell whether the patches are in place."""
-        return self.patched.in_place
-
     def check_active(self) -> None:
         """Raise `UsageError` where the patches are not in place, though the settings ask for them."""
-        if self.settings.enabled and not self.is_active():
+        if self.settings.enabled and not self.patched.in_place:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
         self.patched.patch(registered)
         self.ended = False
-        activated.tell(self.handle)
+        tell(activated, self.handle)
 
     def suspend(self) -> tuple[str, ...]:
         """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
-        if not self.is_active():
+        if not self.patched.in_place:
             return ()
-        suspended.tell(self.handle)
+        tell(suspended, self.handle)
         self.overflows.close()
         return self.patched.restore()
 

@@ -66,10 +66,6 @@ class Settings:
         if settings.on_nonfinite not in ("warn", "raise", "skip"):
             raise UsageError(f"on_nonfinite={settings.on_nonfinite!r} is unknown; choose 'warn', 'raise', 'skip'")
         make_scaler(settings.loss_scale, dtype)
-        if isinstance(settings.loss_scale, str) and settings.loss_scale != "dynamic":
-            raise UsageError(
-                f"loss_scale={settings.loss_scale!r} is a string; choose 'dynamic' or a number, such as 128.0"
-            )
         return settings
 
     def facts(self) -> dict[str, str]:

@@ -363,8 +363,8 @@ def make_scaler(
     """Return the scaler that a ``loss_scale=`` argument asks for.
 
     Args:
-        loss_scale: None (dynamic for fp16, 1.0 for any other dtype), ``"dynamic"``, a number, a number as a string
-            (as command lines give it), or a scaler, which is returned as it is.
+        loss_scale: None (dynamic for fp16, 1.0 for any other dtype), ``"dynamic"``, a number, or a scaler, which is
+            returned as it is.
         dtype: The half dtype in use.
         min_loss_scale: The lower limit of a dynamic scaler made here.
         max_loss_scale: The upper limit of a dynamic scaler made here.
@@ -376,15 +376,10 @@ def make_scaler(
         return loss_scale
     if loss_scale is None:
         loss_scale = "dynamic" if dtype == torch.float16 else 1.0
+    if loss_scale == "dynamic":
+        return DynamicLossScaler(min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
     if isinstance(loss_scale, str):
-        if loss_scale.strip().lower() == "dynamic":
-            return DynamicLossScaler(min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        try:
-            loss_scale = float(loss_scale)
-        except ValueError:
-            raise LossScaleError(
-                f"loss_scale={loss_scale!r} is unknown; choose 'dynamic', a number such as 128.0, or None"
-            ) from None
+        raise LossScaleError(f"loss_scale={loss_scale!r} is a string; choose 'dynamic' or a number, such as 128.0")
     return StaticLossScaler(loss_scale)
 
 

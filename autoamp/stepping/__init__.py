@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.stepping.attach import ScalesItself, is_optimizer, named_params, refuse_own_scaler, stepped_params
+from autoamp.stepping.attach import ScalesItself, is_optimizer, named_params, refuse_unguardable, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
@@ -44,7 +44,7 @@ __all__ = [
     "named_params",
     "open_blocks",
     "read_checks",
-    "refuse_own_scaler",
+    "refuse_unguardable",
     "release_master",
     "scaled_block",
     "scaled_params",

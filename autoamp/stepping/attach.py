@@ -23,7 +23,7 @@ __all__ = [
     "ScalesItself",
     "is_optimizer",
     "named_params",
-    "refuse_own_scaler",
+    "refuse_unguardable",
     "stepped_params",
 ]
 
@@ -39,8 +39,14 @@ class ScalesItself:
     __slots__ = ()
 
 
-def refuse_own_scaler(optimizer: Any) -> None:
-    """Raise UsageError for an optimizer that scales its losses itself: they would be scaled twice."""
+def refuse_unguardable(optimizer: Any) -> None:
+    """Raise UsageError for what is no optimizer, or one that scales its losses itself: they would be scaled twice."""
+    if not is_optimizer(optimizer):
+        name = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise UsageError(
+            f"Expected an optimizer, got {name}, which has no param_groups and step(). Pass the optimizer that steps "
+            "this loss, or a list or tuple of optimizers"
+        )
     if isinstance(optimizer, ScalesItself):
         raise UsageError(
             f"this {type(optimizer).__name__} scales its loss itself: call optimizer.backward(loss), or give the "

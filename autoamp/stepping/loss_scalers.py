@@ -203,9 +203,9 @@ class OwnScalers:
         return scaler
 
 
-def listed(optimizers: Any) -> list[Any]:
-    """Return optimizers as a list: one of them, or a list or tuple."""
-    return list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+def listed(values: Any) -> list[Any]:
+    """Return optimizers or models as a list: one of them, or a list or tuple."""
+    return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
 def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> list[LossScaler]:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale, total_norm
-from autoamp.stepping.attach import ScalesItself, is_optimizer, refuse_own_scaler, stepped_params
+from autoamp.stepping.attach import ScalesItself, refuse_unguardable, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_loss_block
 from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
@@ -99,8 +99,7 @@ class GuardedOptimizers:
         if self.rehearsal is not None:
             guard.skips.steps -= 1
             raise self.rehearsal.step_reached()
-        self.counts.steps += 1
-        self.counts.last = guard.skips
+        self.counts.step_begins(guard.skips)
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
         if self.watch is not None:
@@ -174,9 +173,7 @@ class GuardedOptimizers:
         """
         guard = self.guard_of(optimizer)
         if guard is None:
-            if not is_optimizer(optimizer):
-                raise UsageError(_not_an_optimizer(optimizer))
-            refuse_own_scaler(optimizer)
+            refuse_unguardable(optimizer)
             guard = self.guard_of(_wrapped_by(optimizer))
         if guard is None:
             wants_masters = _steps_any_of(self.models_with_masters, optimizer)
@@ -241,14 +238,6 @@ class GuardedOptimizers:
         self.counts.own.scalers[skips] = scaler
         self.counts.last = skips
 
-    def own_scaler_skips(self, skips: Skips) -> None:
-        """Count a step that the program's own `GradScaler` skips: the optimizer is not called."""
-        skips.steps += 1
-        self.counts.steps += 1
-        self.counts.last = skips
-        if self.watch is not None:
-            self.watch.step_begins()
-
     # -- masters --
 
     @property
@@ -265,7 +254,7 @@ class GuardedOptimizers:
         """Let an optimizer step fp32 masters of its half parameters from now on."""
         masters = self.masters_of(optimizer)
         if masters is None:
-            refuse_own_scaler(optimizer)
+            refuse_unguardable(optimizer)
             # First of all: what an earlier guard left scaled is in the gradients of the half parameters.
             self.hand_over(optimizer)
             masters = MasterWeights(optimizer, originals)
@@ -414,11 +403,3 @@ def _wrapped_by(wrapper: Any) -> Any:
     """
     inner = getattr(wrapper, "optimizer", None)
     return inner if getattr(inner, "param_groups", None) is wrapper.param_groups else None
-
-
-def _not_an_optimizer(value: Any) -> str:
-    name = "None" if value is None else f"a {type(value).__name__}"
-    return (
-        f"Expected an optimizer, got {name}, which has no param_groups and step(). Pass the optimizer that steps this "
-        "loss, or a list or tuple of optimizers"
-    )

@@ -256,6 +256,11 @@ class StepCounts:
         """Whether the last step of any optimizer was a skip. Waits as `skipped` does."""
         return self.last is not None and self.last.last
 
+    def step_begins(self, skips: Skips) -> None:
+        """Count a step, of an optimizer of which this is known."""
+        self.steps += 1
+        self.last = skips
+
     def add_skip(self) -> None:
         """Count a skip."""
         self._skipped += 1

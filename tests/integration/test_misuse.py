@@ -54,11 +54,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, str, str]
     ),
     "init(loss_scale='128')": (
         lambda: autoamp.init(loss_scale="128", **CPU),
-        UsageError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
+        LossScaleError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
     ),
     "initialize(loss_scale='128')": (
         lambda: autoamp.initialize(model(), loss_scale="128", **CPU),  # type: ignore[call-overload]
-        UsageError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
+        LossScaleError, ("loss_scale='128'", "is a string", "choose 'dynamic' or a number"),
     ),
     "init(loss_scale=-1)": (
         lambda: autoamp.init(loss_scale=-1.0, **CPU),

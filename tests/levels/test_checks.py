@@ -35,8 +35,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bounds": (None, {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
     "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is not a bool; choose True, False or None"),
     "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is not a floating dtype"),
-    "optimizer": (None, {"optimizers": 3}, "optimizers takes an optimizer or a list of them, not int"),
-    "optimizers": (None, {"optimizers": [None]}, "optimizers takes an optimizer or a list of them, not NoneType"),
+    "optimizer": (None, {"optimizers": 3}, "Expected an optimizer, got a int, which has no par"),
+    "optimizers": (None, {"optimizers": [None]}, "Expected an optimizer, got None, which has no par"),
     "own scaler": (
         None,
         {"optimizers": autoamp.FP16_Optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)]))},

@@ -20,7 +20,9 @@ def test_handles_are_told_of_as_they_come_and_go() -> None:
         heard.append((what, handle, handle.is_active() and autoamp.current_handle() is handle))
 
     events = {"activated": activated, "suspended": suspended}
-    forgets = [event.listen(functools.partial(note, what)) for what, event in events.items()]
+    listeners = {what: functools.partial(note, what) for what in events}
+    for what, event in events.items():
+        event.append(listeners[what])
     try:
         one = autoamp.init(device_type="cpu", dtype=torch.float16)
         assert autoamp.init(device_type="cpu", dtype=torch.float16) is one
@@ -34,8 +36,8 @@ def test_handles_are_told_of_as_they_come_and_go() -> None:
         last.deactivate()
         last.deactivate()
     finally:
-        for forget in forgets:
-            forget()
+        for what, event in events.items():
+            event.remove(listeners[what])
     assert heard == [
         ("activated", one, True),
         ("suspended", one, True),
@@ -56,12 +58,12 @@ def test_a_listener_that_fails_leaves_the_handle_before() -> None:
         if handle is not one:
             raise ValueError("not this one")
 
-    forget = activated.listen(refuse)
+    activated.append(refuse)
     try:
         with pytest.raises(ValueError, match="not this one"):
             autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     finally:
-        forget()
+        activated.remove(refuse)
     assert autoamp.current_handle() is one
     assert one.is_active()
     assert decorated(torch.ones(1)) is torch.float16

@@ -47,7 +47,7 @@ def test_a_scaler_may_be_given(training: Training) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is unknown; choose 'dynamic'"),
+        ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is a string; choose 'dynamic'"),
         ({"loss_scale": 0}, r"loss_scale=0 must be from 2"),
         ({"loss_scale": -2.0}, r"loss_scale=-2.0 must be from 2"),
         ({"loss_scale": float("nan")}, "loss_scale=nan must be from 2"),

@@ -82,7 +82,7 @@ def test_a_wrong_argument_is_named(argument: str, value: Any) -> None:
     ("loss_scale", "dtype", "scale"),
     [
         (None, torch.float16, "dynamic"), ("dynamic", torch.bfloat16, "dynamic"), (None, torch.bfloat16, 1.0),
-        (None, torch.float32, 1.0), (128, torch.float16, 128.0), ("128.0", torch.float16, 128.0),
+        (None, torch.float32, 1.0), (128, torch.float16, 128.0),
     ],
 )  # fmt: skip
 def test_make_scaler_knows_all_spellings(loss_scale: Any, dtype: torch.dtype, scale: Any) -> None:
@@ -98,7 +98,7 @@ def test_make_scaler_knows_all_spellings(loss_scale: Any, dtype: torch.dtype, sc
         assert made.loss_scale == scale
 
 
-@pytest.mark.parametrize("value", ["dynamite", "", "inf", "-3", "nan", False, [128]])
+@pytest.mark.parametrize("value", ["dynamite", "", "128.0", "inf", "-3", "nan", False, [128]])
 def test_make_scaler_refuses_the_rest(value: Any) -> None:
     with pytest.raises(LossScaleError, match="loss_scale="):
         make_scaler(value, torch.float16)

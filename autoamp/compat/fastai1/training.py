@@ -79,8 +79,8 @@ class _Training:
         self._waiting = PatchSet()
         self._patches = PatchSet()
         self._of_to_fp16 = PatchSet()
-        activated.listen(lambda _: self._patch())
-        suspended.listen(lambda _: self._restore())
+        activated.append(lambda _: self._patch())
+        suspended.append(lambda _: self._restore())
 
     def watch(self) -> None:
         """Patch fastai, now or once it is imported, if a handle is active then."""
