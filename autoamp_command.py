@@ -240,7 +240,6 @@ def _add_doctor(commands: Any) -> None:
     """Add the command ``doctor`` to a parser's commands."""
     doctor = commands.add_parser("doctor", help="check the device, the lists, and the names bound before init")
     doctor.add_argument("--quick", action="store_true", help="skip the measurements")
-    doctor.add_argument("--json", action="store_true", help="print a JSON object")
     doctor.add_argument("--device-type", help="cuda, cpu, ...; default: the accelerator")
     doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
                         help="import this module first, to see the names that it binds; repeatable")  # fmt: skip
@@ -253,7 +252,6 @@ def _add_lists(commands: Any) -> None:
     lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
     lists.add_argument("--dtype", choices=DTYPES, help="the half dtype; default: that of the device")
     lists.add_argument("--device-type", help="the device: cuda, cpu, ...; default: the accelerator")
-    lists.add_argument("--json", action="store_true", help="print a JSON object")
     lists.add_argument("--check", action="store_true",
                        help="compare the shipped sets with the installed torch; exit 1 if they differ")  # fmt: skip
 

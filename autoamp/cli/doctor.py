@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.cli import probes
-from autoamp.cli.measurements import REPEATS, Measured, measure
+from autoamp.cli.measurements import REPEATS, measure
 from autoamp.cli.output import aligned, show
 from autoamp.errors import ListFileError, UsageError
 
@@ -30,52 +28,40 @@ def doctor(chosen: argparse.Namespace) -> int:
     device = probes.device_of(chosen.device_type)
     kind = device["kind"]
     try:
-        lists, names = probes.lists_of(kind), probes.bound_names()
+        lists, code = _of_lists(probes.lists_of(kind), probes.bound_names()), 0
     except ListFileError as error:
-        lists, names = {"error": str(error)}, None
-    measured = [] if chosen.quick else measure(kind)
-    found: dict[str, Any] = {
-        "packages": probes.packages(), "kernels": probes.kernels(), "device": device,
-        "freed_memory": probes.freed_memory(kind), "lists": lists, "names": names,
-        "measured": [{**dataclasses.asdict(one), "verdict": one.verdict} for one in measured],
-    }  # fmt: skip
-    if chosen.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    else:
-        for heading, lines in _sections(found, measured).items():
-            show(heading)
-            sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")
-    return int(names is None)
-
-
-def _sections(found: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str, list[str]]:
-    """Return the lines of each section by its heading."""
-    packages, device, lists = found["packages"], found["device"], found["lists"]
+        lists, code = {"Lists": ["cannot be used, here and by autoamp.init():", str(error)]}, 1
+    packages: Mapping[str, Any] = probes.packages()
     apex = packages["apex"] or "no real apex; `autoamp run` lets `import apex` find autoamp"
     sections = {
         "Packages": _rows(
             ("autoamp", packages["autoamp"]), ("torch", packages["torch"]), ("Python", packages["python"]),
-            ("kernels", *found["kernels"]), ("apex", apex),
+            ("kernels", *probes.kernels()), ("apex", apex),
         ),
         "Device": _rows(
-            (device["kind"], device["name"]), ("half units", device["units"]),
+            (kind, device["name"]), ("half units", device["units"]),
             ("default dtype", f"{device['default']}; {device['run_default']} for `autoamp run`"),
-            ("fp32 matmul", f"precision {device['fp32_matmul']!r}"), ("freed memory", found["freed_memory"]),
+            ("fp32 matmul", f"precision {device['fp32_matmul']!r}"), ("freed memory", probes.freed_memory(kind)),
         ),
     }  # fmt: skip
-    if measured:
-        sections[f"Measured (median of {REPEATS} repeats)"] = [one.verdict for one in measured]
-    if "error" in lists:
-        return {**sections, "Lists": ["cannot be used, here and by autoamp.init():", lists["error"]]}
-    sections["Lists"] = _rows(
+    if not chosen.quick:
+        sections[f"Measured (median of {REPEATS} repeats)"] = [one.verdict for one in measure(kind)]
+    for heading, lines in {**sections, **lists}.items():
+        show(heading)
+        sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")
+    return code
+
+
+def _of_lists(lists: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the lines on the lists, and on the names that were bound before `init`, by their headings."""
+    rows = _rows(
         ("shipped sets", ", ".join(lists["shipped"])), ("AUTOAMP_LISTS", lists["environment"] or "not set"),
         *((f"{count} rules", path) for path, count in lists["used"].items()),
         ("lacking here", *filter(None, [", ".join(lists["lacking"])])),
         ("not imported", *filter(None, [", ".join(lists["waiting"])])),
         ("[modules]", *lists["modules"]),
     )  # fmt: skip
-    sections["Names bound before init"] = _name_lines(found["names"])
-    return sections
+    return {"Lists": rows, "Names bound before init": _name_lines(names)}
 
 
 def _rows(*rows: tuple[str, ...]) -> list[str]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -16,8 +12,8 @@ from autoamp.cli.options import DTYPES
 from autoamp.cli.output import aligned
 from autoamp.diagnostics import check_lists, explain
 from autoamp.errors import UsageError
-from autoamp.ops import expand, known_ops
-from autoamp.rules import CastRule, CastTable, ModuleRule, check_bare_names, located, package_tables
+from autoamp.ops import known_ops
+from autoamp.rules import CastRule, CastTable, check_bare_names, package_tables
 
 __all__ = ["lists"]
 
@@ -31,20 +27,10 @@ def lists(chosen: argparse.Namespace) -> int:
         return _check()
     table = probes.default_table(chosen.set, chosen.device_type, None if chosen.dtype is None else DTYPES[chosen.dtype])
     if chosen.ops:
-        found = [explain(table, _checked(name)) for name in chosen.ops]
-        if chosen.json:
-            _print_json(chosen.ops, [(rule, list(names)) for one in found for rule, names in one.rules], ())
-        else:
-            sys.stdout.write("".join(f"{one}\n" for one in found))
+        sys.stdout.write("".join(f"{explain(table, _checked(name))}\n" for name in chosen.ops))
         return 0
     check_bare_names(table, known_ops())
     rules = sorted((rule for rule in table.rules if not _is_no_op(rule)), key=lambda rule: rule.target)
-    if chosen.json:
-        patched: dict[str, list[str]] = {}
-        for target in expand(table).targets:
-            patched.setdefault(target.rule.target, []).append(target.name)
-        _print_json([], [(rule, patched.get(rule.target, [])) for rule in rules], table.modules)
-        return 0
     sys.stdout.write("".join(f"{line}\n" for line in _lines(table, rules)))
     return 0
 
@@ -67,30 +53,6 @@ def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
     if shipped:
         lines += ["", "[lists of packages]", *aligned(shipped)]
     return lines
-
-
-def _place(rule: CastRule | ModuleRule) -> dict[str, Any]:
-    return {"file": located(replace(rule.origin, line=None)), "line": rule.origin.line, "reason": rule.reason}
-
-
-def _print_json(ops: Sequence[str], rules: Iterable[tuple[CastRule, list[str]]], modules: Iterable[ModuleRule]) -> None:
-    """Print rules as an object, which has the same keys whatever was asked for: an op without a rule is on no list."""
-    found = {
-        "schema": 1,
-        "ops": list(ops),
-        "rules": [
-            {
-                "target": rule.target,
-                "policy": rule.policy.value,
-                **_place(rule),
-                "remedy": rule.remedy,
-                "patched": names,
-            }
-            for rule, names in rules
-        ],
-        "modules": [{"pattern": rule.pattern, "precision": rule.precision.value, **_place(rule)} for rule in modules],
-    }
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
 def _is_no_op(rule: CastRule) -> bool:

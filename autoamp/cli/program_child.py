@@ -31,7 +31,6 @@ from autoamp import runtime
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.session import Run, set_up
-from autoamp.memory import peak_rss
 from autoamp.runtime import BaseHandle
 from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
 
@@ -59,7 +58,7 @@ def main(spec_text: str, program_args: list[str]) -> None:
             outcome["survey"] = _surveyed(program_runs, run, spec)
         else:
             with _paths_applied(frozenset(spec["modules"])):
-                outcome |= _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
+                outcome["seconds"] = _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
     finally:
         # Forks of the program end here too.
         if os.getpid() == process:
@@ -105,8 +104,8 @@ def _paths_applied(patterns: frozenset[str]) -> Iterator[None]:
         yield
 
 
-def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict[str, Any]:
-    """Run the program, and return the seconds of a step, of all where it has no optimizer, and the most memory held."""
+def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:
+    """Run the program, and return the seconds of a step, or of all if it has no optimizer; None for too few steps."""
     times: list[float] = []
     with contextlib.ExitStack() as stack:
         if in_fp32:
@@ -125,9 +124,7 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> dict
     steps = [after - before for before, after in itertools.pairwise(times)][_WARM_UP:]
     handle = runtime.current_handle() or run.handle
     has_optimizer = bool(times) or handle.skipped_steps > 0
-    seconds = statistics.median(steps) if steps else None if has_optimizer else spent
-    peak = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_initialized() else peak_rss()
-    return {"seconds": seconds, "peak_bytes": peak}
+    return statistics.median(steps) if steps else None if has_optimizer else spent
 
 
 if __name__ == "__main__":

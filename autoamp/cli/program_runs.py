@@ -154,7 +154,7 @@ class ProgramRuns:
             metric = found.get("variable")
         if candidate is None:
             self._check_metric(metric, failed, output)
-        return Outcome(metric, found.get("seconds"), found.get("peak_bytes"), failed)
+        return Outcome(metric, found.get("seconds"), failed)
 
     def _check_metric(self, metric: float | None, failed: str | None, output: str) -> None:
         name = self._chosen.metric

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 __all__ = ["VARIANTS", "Survey", "Use"]
 
-VARIANTS = ("fp32", "half", "half_cast", "fp32_cast")
-"""How an op is timed: in fp32; in half; in half on fp32 arguments, its result cast back; in fp32 on half arguments."""
+VARIANTS = ("fp32", "half", "half_cast")
+"""How an op is timed: in fp32; in half; in half on fp32 arguments, its result cast back."""
 
 
 @dataclass(frozen=True)

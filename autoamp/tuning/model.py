@@ -28,7 +28,6 @@ class Proposal:
         reason: Why, with figures.
         gain: Predicted seconds a step.
         of_module: Whether this is an entry under ``[modules]``.
-        firm: Whether the model is sure, so that it is tried together with the others.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Proposal:
     reason: str
     gain: float = 0.0
     of_module: bool = False
-    firm: bool = True
 
 
 def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, ...]:
@@ -58,7 +56,7 @@ def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, 
             found += _safe_again(target, uses, bad, survey, max_error)
         elif not bad and sum(use.total("fp32") or 0.0 for use in uses) >= small:
             found += _faster(target, uses, survey)
-    found.sort(key=lambda one: (one.kind != "unsafe", not one.firm, -one.gain, one.name))
+    found.sort(key=lambda one: (one.kind != "unsafe", -one.gain, one.name))
     return _one_for_each_name(found)
 
 
@@ -111,27 +109,24 @@ def _why_unsafe(bad: Sequence[Use], survey: Survey, max_error: float) -> str:
 
 
 def _faster(target: str, uses: Sequence[Use], survey: Survey) -> list[Proposal]:
-    """Return the change that makes a safe op faster, if there is one."""
-    full, half, half_cast, fp32_cast = (_seconds_a_step(uses, variant, survey) for variant in VARIANTS)
+    """Return the change that makes a safe op faster, whether its arguments are in half precision or not."""
+    full, half, half_cast = (_seconds_a_step(uses, variant, survey) for variant in VARIANTS)
     policies = {use.policy for use in uses}
     if full is None or policies not in ({"fp16"}, {"fp32"}):
         return []
-    if half is None or half_cast is None or fp32_cast is None:
+    if half is None or half_cast is None:
         reason = f"it cannot be run in {survey.dtype} on {survey.device_type}"
         return [Proposal(target, "none", "unprofitable", reason)] if policies == {"fp16"} else []
-    if policies == {"fp16"}:
-        firm = half >= full * (1 - NOISE)
-        if not firm and half_cast < full * (1 + NOISE):
-            return []
-        why = f"does not pay on {survey.device_type}" if firm else "pays only if its arguments are in half precision"
-        reason = f"{why}: {_figures({'fp32': full, survey.dtype: half, 'with casts': half_cast})}"
-        return [Proposal(target, "none", "unprofitable", reason, half_cast - full, firm=firm)]
+    seconds = {"fp32": full, survey.dtype: half, "with casts": half_cast}
+    figures = ", ".join(f"{name} {1e6 * value:,.0f} us" for name, value in seconds.items()) + " a step"
+    if policies == {"fp16"} and half >= full * (1 - NOISE):
+        reason = f"does not pay on {survey.device_type}: {figures}"
+        return [Proposal(target, "none", "unprofitable", reason, half_cast - full)]
     errors = [use.error for use in uses if use.error is not None]
-    if len(errors) < len(uses) or half >= fp32_cast * (1 - NOISE):
-        return []
-    figures = _figures({"fp32": full, "of half arguments": fp32_cast, survey.dtype: half})
-    reason = f"{figures}; no overflow, relative error {max(errors):.2g}"
-    return [Proposal(target, "fp16", "profitable", reason, fp32_cast - half, firm=half_cast < full * (1 - NOISE))]
+    if policies == {"fp32"} and half_cast < full * (1 - NOISE) and len(errors) == len(uses):
+        reason = f"{figures}; no overflow, relative error {max(errors):.2g}"
+        return [Proposal(target, "fp16", "profitable", reason, full - half_cast)]
+    return []
 
 
 def _seconds_a_step(uses: Iterable[Use], variant: str, survey: Survey) -> float | None:
@@ -144,7 +139,3 @@ def _seconds_a_step(uses: Iterable[Use], variant: str, survey: Survey) -> float 
 def _saved(use: Use) -> float:
     full, half = use.total("fp32"), use.total("half")
     return 0.0 if full is None or half is None else full - half
-
-
-def _figures(seconds: dict[str, float]) -> str:
-    return ", ".join(f"{name} {1e6 * value:,.0f} us" for name, value in seconds.items()) + " a step"

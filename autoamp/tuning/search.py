@@ -32,13 +32,11 @@ class Outcome:
     Attributes:
         metric: Its metric, None if it reported none; in fp32 always finite.
         seconds: The median of a step; of the whole program if it has no optimizer; None if steps were too few.
-        peak_bytes: The most memory it held, None if unknown.
         failed: Why it failed; None if it ended well.
     """
 
     metric: float | None = None
     seconds: float | None = None
-    peak_bytes: int | None = None
     failed: str | None = None
 
 
@@ -69,11 +67,6 @@ class Trial:
         found = [outcome.seconds for outcome in self.outcomes if outcome.seconds is not None]
         return statistics.median(found) if len(found) == len(self.outcomes) else None
 
-    @property
-    def peak_bytes(self) -> int | None:
-        """The most memory of a run, None if it is unknown."""
-        return max((outcome.peak_bytes for outcome in self.outcomes if outcome.peak_bytes is not None), default=None)
-
 
 @dataclass
 class ProgramSearch:
@@ -100,7 +93,7 @@ class ProgramSearch:
 
 @dataclass
 class Search(ProgramSearch):
-    """Tries proposals on the program: all that are firm at once, else one by one.
+    """Tries proposals on the program: all at once, else one by one.
 
     Attributes:
         proposals: From `proposals_of`, in the order in which they are tried.
@@ -135,11 +128,10 @@ class Search(ProgramSearch):
         unsafe = self.chosen
         self._why_not(unsafe, self._trial(unsafe) if unsafe else self.listed)
         self.untried = [one for one in self.untried if one not in unsafe]
-        firm = tuple(one for one in self.untried if one.firm)
-        if len(firm) > 1:
-            candidate = (*unsafe, *firm)
+        if len(self.untried) > 1:
+            candidate = (*unsafe, *self.untried)
             if self._why_not(candidate, self._trial(candidate)) is None:
-                self.untried = [one for one in self.untried if one not in firm]
+                self.untried = []
         while self.untried:
             self._try(self.untried[0])
 

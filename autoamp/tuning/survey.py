@@ -226,7 +226,7 @@ class Surveyor(Observer):
         if sample.arguments is None:
             return None
         half = self._handle.settings.dtype
-        variants = ((torch.float32, None), (half, None), (torch.float32, half), (half, torch.float32))
+        variants = ((torch.float32, None), (half, None), (torch.float32, half))
         found = {}
         for name, (dtype, within) in zip(VARIANTS, variants, strict=True):
             with contextlib.suppress(*_REFUSED), self._handle.disable_casts(), torch.enable_grad():

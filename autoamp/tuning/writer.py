@@ -81,8 +81,7 @@ def _figures(trial: Trial, metric: str) -> str:
         return f"failed: {trial.failed}"
     values = ", ".join(f"{value:.6g}" for value in trial.metrics)
     seconds = "" if trial.seconds is None else f", {1e3 * trial.seconds:.4g} ms a step"
-    peak = "" if trial.peak_bytes is None else f", at most {trial.peak_bytes / 2**20:,.0f} MiB"
-    return f"{metric} {values}{seconds}{peak}"
+    return f"{metric} {values}{seconds}"
 
 
 def _verdict(search: Search) -> str:

@@ -21,7 +21,7 @@ def use(
     module: str | None = None,
 ) -> Use:
     """Return a use whose variants take so many microseconds."""
-    seconds = {"fp32": fp32, "half": half, "half_cast": half + casts, "fp32_cast": fp32 + casts}
+    seconds = {"fp32": fp32, "half": half, "half_cast": half + casts}
     return Use(
         f"torch.{target}", target, policy, calls, module_class, "net.py:7",
         {name: 1e-6 * value for name, value in seconds.items()},
