@@ -83,7 +83,7 @@ class Recording(Watch):
             self.scales.append((self.steps, scale))
 
     def _scale(self) -> float:
-        return float(self._handle.optimizers.counts.loss_scale(self._handle.loss_scale))
+        return float(self._handle.optimizers.counts.loss_scale(self._handle.optimizers.scalers[0].loss_scale))
 
     def _note_skips(self) -> None:
         """Note the skips that were not explained."""
