@@ -220,7 +220,6 @@ def _dtype_giver(op: Any, casts: Casts) -> OwnWay:
             not args
             or type(args[0]) is not Tensor
             or args[0].dtype not in HALF_DTYPES
-            or args[0].layout is not torch.strided
             or not casts.eligible(args[0])
             or kwargs.get("out") is not None
             or (len(args) > most and args[most] is None)
