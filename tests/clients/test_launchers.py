@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autoamp
+from tests.integration.spawned import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -232,7 +233,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]
     def run(library: str) -> list[Any]:
         if library not in known:
             folder = tmp_path_factory.mktemp(library)
-            torch.multiprocessing.spawn(rank, (str(folder), library, free_port()), nprocs=RANKS)
+            run_ranks(rank, (str(folder), library, free_port()), RANKS)
             known[library] = [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
         return known[library]
 

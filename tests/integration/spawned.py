@@ -1,4 +1,4 @@
-"""Runs a function on several processes that form a process group over gloo."""
+"""Runs a function on several processes, which form a process group over gloo."""
 
 from __future__ import annotations
 
@@ -27,12 +27,22 @@ def _rank(index: int, world: int, folder: str, found_by: Callable[[], Any], time
     os._exit(0)
 
 
+def run_ranks(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:
+    """Call ``function(rank, *args)`` in ``world`` processes, and wait for them.
+
+    They are forks where that is possible: otherwise each of them imports torch, which takes seconds. Not with a GPU:
+    autograd has threads for it, which a fork lacks.
+    """
+    forks = hasattr(os, "fork") and not torch.accelerator.is_available()
+    torch.multiprocessing.start_processes(function, args, world, start_method="fork" if forks else "spawn")
+
+
 def on_ranks(
     folders: pytest.TempPathFactory, world: int, found_by: Callable[[], Any], timeout: float = 300.0
 ) -> list[Any]:
     """Return what ``found_by``, a function of a module, returns on each of ``world`` ranks."""
     folder = folders.mktemp("ranks")
-    torch.multiprocessing.spawn(_rank, (world, str(folder), found_by, timeout), nprocs=world)
+    run_ranks(_rank, (world, str(folder), found_by, timeout), world)
     return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(world)]
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from tests.integration.spawned import run_ranks
 from tests.states import differences, flat
 
 pytestmark = pytest.mark.processes
@@ -134,7 +134,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[Any, 
     """What each rank of each number of ranks found."""
     folder = tmp_path_factory.mktemp("resume")
     for world, reads in ((2, ["2"]), (4, ["4", "2"]), (1, ["4"])):
-        mp.spawn(work, (world, str(folder), reads), nprocs=world)
+        run_ranks(work, (world, str(folder), reads), world)
     return {world: [torch.load(folder / f"{world}-{index}.pt") for index in range(world)] for world in (1, 2, 4)}
 
 

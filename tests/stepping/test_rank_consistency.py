@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from tests.integration.spawned import run_ranks
 
 CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16}
 # What rank 1 has otherwise than rank 0.
@@ -118,7 +118,7 @@ def rank(index: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str | None], str]]:
     folder = tmp_path_factory.mktemp("digest")
-    mp.spawn(rank, (str(folder),), nprocs=2)
+    run_ranks(rank, (str(folder),), 2)
     return [torch.load(folder / f"{index}.pt") for index in range(2)]
 
 
