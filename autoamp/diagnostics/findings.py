@@ -137,9 +137,8 @@ def _forward_cause(origin: Origin, in_fp32: Origin | None, wide: Replay) -> Over
 
 def _given_finding(origin: Origin, call: Replay) -> Overflow:
     """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
-    given, root = origin.tensor, call.inspector.root
+    given, root = origin.tensor, call.root
     assert given is not None
-    assert root is not None
     held = Overflow(NotLocated(), module=type(root).__name__, phase="forward", value=origin.value)
     for name, tensor in call.inspector.inputs:
         if have_same_memory(tensor, given):

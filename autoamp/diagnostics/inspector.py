@@ -170,7 +170,6 @@ class Inspector(TorchFunctionMode):
         wide: Whether to compute in fp32 all that the program computes in half precision.
 
     Attributes:
-        root: As given.
         sites: The call that made each node of the graph.
         origins: All origins, in the order in which they were seen.
         inputs: The tensors that the model is called with, by the names of its arguments.
@@ -179,7 +178,6 @@ class Inspector(TorchFunctionMode):
 
     def __init__(self, root: Module | None = None, *, wide: bool = False) -> None:
         super().__init__()
-        self.root = root
         self.sites: dict[Any, Site] = {}
         self.origins: list[Origin] = []
         self.inputs: list[tuple[str, Tensor]] = []

@@ -118,8 +118,7 @@ class NonFiniteSteps:
         if torch.compiler.is_dynamo_compiling():
             return None
         self.last_skipped = False
-        if self.own_scaler.stepping:
-            self.own_scaler.optimizer_called(optimizer)
+        self.own_scaler.optimizer_called(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._look(optimizer)
@@ -136,7 +135,7 @@ class NonFiniteSteps:
 
     def _look(self, optimizer: Any) -> None:
         """Look at the gradients or losses that an optimizer is about to step by."""
-        if _is_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
         step = self.overflows.recorder.step
         if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
@@ -246,10 +245,6 @@ class NonFiniteSteps:
 
 def _is_vector_on_cpu(param: Tensor) -> bool:
     return param.dim() < 2 and param.is_cpu
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import SupportsFloat
@@ -61,7 +62,7 @@ class OverflowTrace:
         self.always = always
         self._casts = casts
         self._observation = observation
-        self.all: list[Overflow] = []
+        self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = Recorder(casts, always=always)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
@@ -134,7 +135,6 @@ class OverflowTrace:
         if found.module is None or not isinstance(found.verdict, ScaleSearch):
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
-        del self.all[: -self.keeps]
         log.log(level, "%s", found)
         for listener in list(listeners):
             listener(found)

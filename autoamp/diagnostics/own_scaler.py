@@ -48,7 +48,7 @@ class OwnScaler:
         self._unread.catch_up()
 
     def optimizer_called(self, optimizer: Any) -> None:
-        """Take note that the optimizer is called within the scaler's ``step``."""
+        """Take note that an optimizer is called, which only counts within the scaler's ``step``."""
         self._called = True
         flag = getattr(optimizer, "found_inf", None)
         self._flag = flag if isinstance(flag, Tensor) else None

@@ -114,12 +114,6 @@ class RecordedStep:
     scaled: int = 0
     ended: bool = False
 
-    def end(self) -> None:
-        """Watch no more ops, as an optimizer is called."""
-        self.ended = True
-        if self.ops is not None:
-            self.ops.end()
-
     def has_room_for(self, size: int) -> bool:
         """Tell whether so many bytes may be kept, and count them."""
         if size > self.free:
@@ -161,12 +155,14 @@ class Recorder:
 
     def end_step(self) -> None:
         """An optimizer is called: what was recorded is of its step."""
-        self.step.end()
+        self.step.ended = True
         self._is_first, self.watched_steps = False, max(0, self.watched_steps - 1)
+        if self.step.ops is not None:
+            self.step.ops.end()
 
     def drop(self) -> None:
         """Drop what was recorded."""
-        self.step.end()
+        self.end_step()
         self.step = RecordedStep()
 
     @contextlib.contextmanager
@@ -174,15 +170,15 @@ class Recorder:
         """Record what runs in a ``with`` statement, and watch its ops, as a step of its own."""
         if self.step.ops is not None:
             self.step.ops.pause()
-        before = self.step, self.watched_steps, self.paused, self._graphs
+        before = self.step, self.watched_steps, self._is_first, self.paused, self._graphs
         self.step, self.watched_steps, self.paused = RecordedStep(free=math.inf), 1, False
         self._graphs = compiled_graphs()
         self._watch(())
         try:
             yield self.step
         finally:
-            self.step.end()
-            self.step, self.watched_steps, self.paused, self._graphs = before
+            self.end_step()
+            self.step, self.watched_steps, self._is_first, self.paused, self._graphs = before
 
     def _open_step(self) -> RecordedStep:
         """Return the step at hand: a new one after the last has ended."""

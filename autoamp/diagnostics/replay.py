@@ -136,6 +136,7 @@ class Replay:
     Attributes:
         record: As given.
         scale: As given.
+        root: The model, without its wrapper.
         inspector: Looked at the forward pass.
         outputs: The results; None for one without a floating dtype.
         leaves: The tensors that gradients are taken of, by name. The name of an input begins with ``"input "``.
@@ -151,7 +152,7 @@ class Replay:
         self.record = record
         self.scale = scale
         self._casts = casts
-        root = _root_of(record)
+        self.root = root = _root_of(record)
         args, kwargs = map_tensors(record.inputs, lambda kept: kept.detach().requires_grad_(kept.requires_grad))
         self.inspector = Inspector(root, wide=wide)
         self.inspector.inputs = _named_inputs(root, args, kwargs)
