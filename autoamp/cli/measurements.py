@@ -12,7 +12,7 @@ import torch
 from autoamp import runtime
 from autoamp.tuning import time_of
 
-__all__ = ["REPEATS", "Measured", "Spread", "measure"]
+__all__ = ["REPEATS", "Measured", "measure"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Speeds of half precision over that of fp32: above the first its casts pay, below the second they cost time.
@@ -25,51 +25,35 @@ NOISE = 1.5
 
 
 @dataclass(frozen=True)
-class Spread:
-    """The median of several repeats, with the lowest and the highest of them."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
-
-
-@dataclass(frozen=True)
 class Measured:
     """The speed of one half dtype, as a multiple of that of fp32.
 
     Attributes:
         dtype: ``"fp16"`` or ``"bf16"``.
-        matmul: The speed of a matmul.
-        elementwise: The speed of an elementwise op.
+        matmul: The speed of a matmul in each repeat.
+        elementwise: The speed of an elementwise op in each repeat.
     """
 
     dtype: str
-    matmul: Spread
-    elementwise: Spread
+    matmul: Sequence[float]
+    elementwise: Sequence[float]
 
     @property
     def verdict(self) -> str:
         """Whether this dtype pays here, or that the repeats differ too much to tell."""
-        lowest = _verdict_at(self.matmul.low, self.elementwise.low)
-        highest = _verdict_at(self.matmul.high, self.elementwise.high)
-        if lowest != highest and any(one.high > NOISE * one.low for one in (self.matmul, self.elementwise)):
-            matmul, elementwise = (
-                f"{_number(one.low)} to {_number(one.high)}" for one in (self.matmul, self.elementwise)
-            )
+        both = (self.matmul, self.elementwise)
+        lowest, highest = _verdict_at(*map(min, both)), _verdict_at(*map(max, both))
+        if lowest != highest and any(max(ratios) > NOISE * min(ratios) for ratios in both):
+            matmul, elementwise = (f"{_number(min(ratios))} to {_number(max(ratios))}" for ratios in both)
             return (
                 f"{self.dtype}: too noisy to tell: matmul {matmul}, memory-bound ops {elementwise} times the speed of "
                 "fp32; run it again when nothing else runs"
             )
-        pays, remark = _verdict_at(self.matmul.median, self.elementwise.median)
-        return (
-            f"{self.dtype} {pays}: matmul {_number(self.matmul.median)} times, memory-bound ops "
-            f"{_number(self.elementwise.median)} times the speed of fp32{remark}"
-        )
+        medians = [statistics.median(ratios) for ratios in both]
+        matmul, elementwise = map(_number, medians)
+        pays, remark = _verdict_at(*medians)
+        speeds = f"matmul {matmul} times, memory-bound ops {elementwise} times the speed of fp32"
+        return f"{self.dtype} {pays}: {speeds}{remark}"
 
 
 def _verdict_at(matmul: float, elementwise: float) -> tuple[str, str]:
@@ -102,9 +86,10 @@ def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
     return [Measured(name, matmul[name], elementwise[name]) for name in ("fp16", "bf16")]
 
 
-def _speeds(calls: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, Spread]:
+def _speeds(calls: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
+    """Return how many times as fast as fp32 each dtype is, in each repeat."""
     rounds = [{name: time_of(call, seconds) for name, call in calls.items()} for _ in range(REPEATS)]
-    return {name: Spread.of([spent["fp32"] / spent[name] for spent in rounds]) for name in calls}
+    return {name: [spent["fp32"] / spent[name] for spent in rounds] for name in calls}
 
 
 def _matmuls(kind: str) -> dict[str, Callable[[], Any]]:

@@ -127,8 +127,7 @@ class Run:
         if count:
             self._listening.callback(self.follow(self._count))
         if options.capsule is not None:
-            runtime.activated.append(self._check_capsule)
-            self._listening.callback(runtime.activated.remove, self._check_capsule)
+            self._listening.callback(self.follow(self._check_capsule))
         self._stop_recording = self.follow(lambda made: made.record(sample=sample)) if record else None
 
     def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autoamp.cli import doctor, lists
-from autoamp.cli.measurements import Measured, Spread
+from autoamp.cli.measurements import Measured
 from autoamp_command import main
 from tests.launches import Ended, environment, launched, written
 
@@ -608,8 +608,7 @@ def test_doctor_tells_a_module_that_cannot_be_imported(ended: dict[str, Ended]) 
 
 
 def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    one = Spread(1.0, 0.9, 1.1)
-    monkeypatch.setattr(doctor, "measure", lambda kind: [Measured("fp16", one, one)])
+    monkeypatch.setattr(doctor, "measure", lambda kind: [Measured("fp16", [0.9, 1.0, 1.1], [0.9, 1.0, 1.1])])
     assert main(["doctor", "--device-type", "cpu"]) == 0
     assert "fp16 does not pay here: matmul 1.0 times, memory-bound ops 1.0 times" in capsys.readouterr().out
 
