@@ -145,10 +145,10 @@ class Casts:
         """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
-        """Scale no loss of the program for it any more: the program has its own mixed precision.
+        """Note that the program has its own mixed precision. From now on its losses are not scaled for it.
 
         Args:
-            whom: The class or function of torch or autoamp that the program uses, or its half model.
+            whom: The name of its mixed precision: a class of torch or autoamp, or its half model.
             dtypes: The half dtypes that the program computes in, if they are known.
         """
         self.own_dtypes.update(dtypes)

@@ -53,7 +53,7 @@ class ModuleCasts(Casts):
             self.yield_to(AUTOCAST)
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
-        """Neither cast nor scale a loss any more: the program has its own mixed precision."""
+        """Note that the program has its own mixed precision. From now on nothing is cast for it, and no loss scaled."""
         super().yield_to(whom, dtypes)
         if self._on is None:
             self._on = False
