@@ -22,7 +22,7 @@ from autoamp.ops import expand
 from autoamp.rules import CastTable
 from autoamp.runtime import Settings, check_device, current_runtime, needed_handle
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import check_half_norms, check_optimizer, listed, refuse_unguardable
+from autoamp.stepping import check_half_norms, listed, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_parallelized
 
@@ -163,7 +163,7 @@ def initialize(
     runtime = set_up(setup, model_list, optimizer_list)
     if asked is not None:
         runtime.optimizers.asked.put(asked, optimizer_list or None)
-    _warn_of_settings(level, model_list, optimizer_list, keep_batchnorm_fp32, table)
+    _warn_of_settings(level, model_list, keep_batchnorm_fp32, table)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
@@ -211,10 +211,8 @@ def _checked_flag(name: str, value: Any) -> bool | None:
     raise UsageError(f"{name}={value!r} is not a bool; {remedy or 'choose True, False or None'}")
 
 
-def _warn_of_settings(
-    level: OptLevel, models: Sequence[Module], optimizers: Sequence[Any], keep_norms: Any, table: CastTable
-) -> None:
-    """Warn of arguments that say nothing at this level, and of models and optimizers that it does not suit."""
+def _warn_of_settings(level: OptLevel, models: Sequence[Module], keep_norms: Any, table: CastTable) -> None:
+    """Warn of arguments that say nothing at this level, and of models that it does not suit."""
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warn_user(
             f"keep_batchnorm_fp32={keep_norms!r} has no effect at opt_level={level.name!r}, which leaves models in fp32"
@@ -225,8 +223,6 @@ def _warn_of_settings(
             "whole models; use opt_level='O1' for precision by module"
         )
     check_half_norms(models)
-    for optimizer in optimizers:
-        check_optimizer(optimizer)
 
 
 def scale_loss(

@@ -68,7 +68,7 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
                 runtime.optimizers.keep_masters(optimizer, runtime.models.originals)
             else:
                 runtime.models.step_halves(optimizer)
-                runtime.optimizers.guard(optimizer, check=False)
+                runtime.optimizers.guard(optimizer)
         runtime.models.originals.clear()
         runtime.optimizers.models_with_masters.update(
             model for model, earlier in runtime.setups.items() if earlier.level.master_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoamp.stepping.attach import ScalesItself, is_optimizer, named_params, refuse_unguardable, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_block
-from autoamp.stepping.checks import check_half_model, check_half_norms, check_optimizer
+from autoamp.stepping.checks import check_half_model, check_half_norms
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
 from autoamp.stepping.links import equalized, load_master, master_of, release_master
 from autoamp.stepping.loss_scalers import listed
@@ -32,7 +32,6 @@ __all__ = [
     "announce_enabled",
     "check_half_model",
     "check_half_norms",
-    "check_optimizer",
     "clip_grad_norm_",
     "equalized",
     "fit_state",
