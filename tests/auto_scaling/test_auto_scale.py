@@ -972,7 +972,7 @@ def test_it_ends(handle: autoamp.Handle) -> None:
 
 def test_it_begins_with_start(handle: autoamp.Handle) -> None:
     optimizers, original = runtime_of(handle).optimizers, torch.autograd.backward
-    scaling = AutoScale(optimizers, optimizers.scalers[0])
+    scaling = AutoScale(optimizers)
     scaling.resume()
     assert (scaling.active, torch.autograd.backward is original) == (False, True)
     with scaling.start():
