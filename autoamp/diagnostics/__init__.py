@@ -17,8 +17,7 @@ from autoamp.diagnostics.ranges import OpRange, RangeProfile
 from autoamp.diagnostics.report.document import failures, report_of
 from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
 from autoamp.diagnostics.report.recording import Recording
-from autoamp.diagnostics.rows import Row
-from autoamp.diagnostics.trace import CastTrace
+from autoamp.diagnostics.trace import CastTrace, Row
 from autoamp.diagnostics.verdicts import (
     Communication,
     HalfPrecisionOp,
