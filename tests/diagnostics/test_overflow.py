@@ -10,8 +10,6 @@ import operator
 import os
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +35,7 @@ from autoamp.diagnostics import (
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.runtime import current_handle, current_runtime, runtime_of
 from autoamp.scaling import DynamicLossScaler, UnreadFlags
+from tests.launches import launched
 
 
 class Net(nn.Module):
@@ -1064,6 +1063,8 @@ class Net(torch.nn.Linear):
         out = super().forward(x)
         return out.half() * 1e6 if self.bad else out
 
+child = os.fork()
+os.environ["RANK"] = "0" if child else "1"
 dist.init_process_group("gloo")
 rank, told = dist.get_rank(), []
 # In the second run one rank does not trace.
@@ -1085,33 +1086,31 @@ for traced, steps, bad in ((True, 3, [1]), (rank == 0, 4, [2, 3])):
 with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
     json.dump(told, file)
 dist.destroy_process_group()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forks")
 def test_on_one_of_two_ranks(tmp_path: Path) -> None:
     with socket.socket() as probe, contextlib.closing(probe):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    workers = []
-    for rank in range(2):
-        environment = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(autoamp.__file__).parents[1]),
-        }  # fmt: skip
-        workers.append(subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment))
-    assert [worker.wait(timeout=120) for worker in workers] == [0, 0]
+    group = ["WORLD_SIZE=2", "MASTER_ADDR=localhost", f"MASTER_PORT={port}"]
+    ended = launched(tmp_path, {"ranks": [*group, "python", str(script), str(tmp_path)]})["ranks"]
+    assert ended.code == 0, ended.err
     clean, faulty = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert (clean[0], faulty[0]) == (1, 1)
     assert clean[1]["verdict"] == {"type": Communication.__name__}
     assert clean[1]["iteration"] == 1
     assert faulty[1]["kind"] == "half_precision_op"
     assert (faulty[1]["op"], faulty[1]["phase"]) == ("mul", "forward")
-    assert faulty[1]["location"] == f"{script}:9"
+    assert faulty[1]["location"] == f"{script.name}:9"
     assert (clean[2], faulty[2]) == (2, 2)
     # It was not asked to trace, and looks on since its first skip.
-    assert faulty[3]["location"] == f"{script}:9"
+    assert faulty[3]["location"] == f"{script.name}:9"
     assert clean[3]["kind"] == "communication"
 
 
