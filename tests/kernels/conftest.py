@@ -51,8 +51,19 @@ def emulated_library() -> Path:
     """Return a library whose kernels for GPUs run on the host, compiled unless it is newer than its sources."""
     header = Path(__file__).with_name("emulated_cuda.h")
     target = KERNELS / "build" / "libemulated.so"
+    import fcntl  # Not on Windows.
+
+    target.parent.mkdir(exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        # Another worker may be compiling it.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compile_emulated(target, header)
+    return target
+
+
+def compile_emulated(target: Path, header: Path) -> None:
+    """Compile that library, unless it is newer than its sources."""
     if is_older(target, header):
-        target.parent.mkdir(exist_ok=True)
         fresh = target.with_suffix(f".{os.getpid()}")
         objects = fresh.with_name(f"{fresh.name}.o")
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
@@ -62,7 +73,6 @@ def emulated_library() -> Path:
         subprocess.run([str(COMPILER), *flags, *source, str(objects), "-o", str(fresh)], check=True)
         objects.unlink()
         os.replace(fresh, target)
-    return target
 
 
 if not is_installed() and COMPILER is not None:
