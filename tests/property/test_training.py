@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.property.programs import (
@@ -27,8 +27,6 @@ from tests.property.programs import (
     run,
 )
 
-# Programs are tiny: two hundred of them take some seconds.
-MANY = settings(max_examples=2 * settings.default.max_examples)
 LAYERS = ["second", "norm"]
 
 
@@ -77,7 +75,6 @@ PROGRAMS = st.lists(ROUNDS, min_size=1, max_size=4).map(
 )
 
 
-@MANY
 @given(setup=setups("O0", "O1", "O3", "init", "auto_scale"), actions=PROGRAMS)
 def test_training_is_that_of_plain_torch(setup: Setup, actions: list[Any]) -> None:
     with warnings.catch_warnings():
@@ -85,7 +82,6 @@ def test_training_is_that_of_plain_torch(setup: Setup, actions: list[Any]) -> No
         run(setup, actions)
 
 
-@MANY
 @given(setup=setups("O2", "FP16_Optimizer"), actions=PROGRAMS)
 def test_training_with_master_weights_is_that_of_plain_torch(setup: Setup, actions: list[Any]) -> None:
     with warnings.catch_warnings():
