@@ -20,6 +20,7 @@ from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import RequestedGroup
 from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
+from autoamp.stepping import Skips
 from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, clip_grad_norm_, wrap_optimizer
 
 
@@ -259,6 +260,23 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
     assert handle.loss_scale == (2.0**16 if factor == 1.0 else 2.0**15)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
+    parameter, optimizer = sgd()
+    step = WAYS[way](optimizer)
+    counts = runtime_of(autoamp.init(device_type="cpu", dtype=torch.float16)).optimizers.counts
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        step()
+    assert (parameter.tolist(), counts.plain, counts.steps) == ([0.0, 0.0], 2, 0)
+    # One that scales its loss itself counts its own.
+    half = Parameter(torch.ones(2, dtype=torch.float16))
+    own = autoamp.FP16_Optimizer(torch.optim.SGD([half], lr=0.5), static_loss_scale=8.0)
+    own.backward(half.float().sum())
+    own.step()
+    assert (half.tolist(), counts.plain, counts.all) == ([0.5, 0.5], 2, 3)
+
+
 def test_a_compiled_step_is_that_of_torch() -> None:
     autoamp.init(device_type="cpu", dtype=torch.float16)
     parameter = Parameter(torch.ones(4))
@@ -292,6 +310,42 @@ def test_the_skips_of_all_optimizers_are_counted_together(
     collected()
     assert optimizers.counts.skipped == 3
     assert optimizers.guards == []
+
+
+class Noting:
+    """A `StepWatch` that notes what it hears of."""
+
+    wants_flags = False
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def loss_scaled(self, loss: Tensor, scale: Any) -> None:
+        self.heard.append(float(scale))
+
+    def step_begins(self) -> None:
+        self.heard.append("step")
+
+    def step_known(self, skips: Skips, skipped: bool, scale: Any, next_scale: Any, late: bool) -> str:
+        self.heard.append((skipped, scale, next_scale, late))
+        return "explained"
+
+
+def test_a_watch_hears_of_losses_and_steps(optimizers: GuardedOptimizers) -> None:
+    parameter, optimizer = sgd()
+    optimizers.plain_step_begins(optimizer)
+    watch: Any = Noting()
+    optimizers.watch = watch
+    optimizers.plain_step_begins(optimizer)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        backward(optimizers, parameter, optimizer, factor)
+        optimizer.step()
+    optimizers.own_scaler_skips(Skips("Adam", optimizers))
+    skipped, taken = (True, 1024.0, 512.0, False), (False, None, None, False)
+    assert watch.heard == ["step", 1024.0, "step", skipped, 512.0, "step", taken, "step"]
+    assert optimizers.guard(optimizer).skips.explanation == "explained"
+    assert optimizers.counts.steps == 3
 
 
 # -- ranks that agree --
