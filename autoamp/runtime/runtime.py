@@ -167,7 +167,7 @@ class Runtime:
     # -- diagnostics --
 
     def observe(self, observer: Observer) -> Watch:
-        """Tell an observer of each call of a patched function, from now on; see `Handle.observe`."""
+        """Report each call of a patched function to an observer; see `Handle.observe`."""
         self.check_active()
         if not isinstance(observer, Observer):
             raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")

@@ -53,7 +53,13 @@ class Settings:
             LossScaleError: The loss scale is no scale.
         """
         device_type = device_type_of(device_type)
-        dtype = _half_dtype_of(device_type) if dtype is None else dtype
+        try:
+            dtype = default_half_dtype(device_type) if dtype is None else dtype
+        except RuntimeError:
+            raise UsageError(
+                f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
+                "torch.bfloat16"
+            ) from None
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is not a half-precision dtype; choose torch.float16 or torch.bfloat16")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
@@ -110,13 +116,3 @@ def check_device(device_type: str) -> None:
             f"device_type={device_type!r}: there is no {device_type.upper()} device here, as {why}; choose "
             "device_type='cpu', or leave it out"
         )
-
-
-def _half_dtype_of(device_type: str) -> torch.dtype:
-    try:
-        return default_half_dtype(device_type)
-    except RuntimeError:
-        raise UsageError(
-            f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
-            "torch.bfloat16"
-        ) from None
