@@ -771,6 +771,15 @@ def test_optimizers_of_before_and_after_and_copies(handle: autoamp.Handle) -> No
     assert handle.skipped_steps == 3
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_of_half_parameters_is_guarded_without_a_warning(
+    handle: autoamp.Handle, scaling: AutoScale
+) -> None:
+    """It is the program's, which may never run a pass of its parameters."""
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).half().parameters(), eps=1e-8)
+    assert runtime_of(handle).optimizers.guard_of(optimizer) is not None
+
+
 def test_hooks_of_another_thread_are_left_alone(scaling: AutoScale) -> None:
     """One thread trains; while its pass runs another looks at the gradients of a frozen model."""
     model, _optimizer, x = make()
@@ -862,6 +871,13 @@ def test_torch_s_own_errors(scaling: AutoScale) -> None:
         with pytest.raises((RuntimeError, ValueError, TypeError), match=message):
             wrong()
         assert not gradients(model)
+
+
+def test_a_pass_from_an_edge_of_the_graph_is_left_alone(scaling: AutoScale) -> None:
+    model, _optimizer, x = make()
+    edge = torch.autograd.graph.get_gradient_edge(model(x))
+    torch.autograd.backward([edge], [torch.ones(5, 2)])
+    assert model[2].bias.grad.tolist() == [5.0, 5.0]
 
 
 def test_names_taken_before(handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
