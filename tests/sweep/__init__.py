@@ -1,1 +1,1 @@
-"""The sweep: every OpInfo sample of torch under autoamp. Runs by `pytest -m sweep`, not by default."""
+"""The sweep: every OpInfo sample of torch under autoamp in fp16, and some of each op in bf16. Runs by `-m sweep`."""
