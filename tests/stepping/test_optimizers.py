@@ -431,6 +431,19 @@ def test_ranks_clip_by_the_norm_of_all(
     assert ops == ["max" if norm_type == math.inf else "sum"]
 
 
+def test_ranks_without_a_loss_scale_exchange_nothing(
+    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = other_rank(monkeypatch, [0.0] * 5)
+    agreeing.use_scalers([StaticLossScaler(1.0)], [])
+    agreeing.loss_scalers.forget_but(agreeing.loss_scalers.latest)
+    parameter, optimizer = sgd()
+    with agreeing.scaled(parameter.sum(), optimizer, agreeing.scalers[0], delay_unscale=False) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert (parameter.tolist(), ops) == ([0.5, 0.5], [])
+
+
 @pytest.mark.parametrize(("their_loss", "evaluations"), [(1.0, 1), (0.0, 33)])
 def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
     agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, their_loss: float, evaluations: int
