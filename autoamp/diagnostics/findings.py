@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -20,12 +21,11 @@ from autoamp.tensors import HALF_DTYPES
 __all__ = ["first_cause", "unlocated"]
 
 
-def first_cause(records: Sequence[Record], step: RecordedStep, casts: Casts, scale: float) -> Overflow | None:
+def first_cause(step: RecordedStep, casts: Casts, scale: float) -> Overflow | None:
     """Run the calls of a step again, and return what made inf or nan; None if all gradients are finite.
 
     Args:
-        records: The calls, in their order.
-        step: The losses, and the ops outside of the calls if they were watched.
+        step: The calls, the losses, and the ops outside of the calls if they were watched.
         casts: How threads cast.
         scale: The loss scale.
 
@@ -38,7 +38,7 @@ def first_cause(records: Sequence[Record], step: RecordedStep, casts: Casts, sca
     # Findings that are harmless as a rule, by the number of the call.
     suspects: dict[int, Overflow] = {}
     in_backward = None
-    for record in records:
+    for record in sorted(step.records, key=operator.attrgetter("number")):
         try:
             call = Replay(record, casts, scale)
         except (CannotReplay, RuntimeError):

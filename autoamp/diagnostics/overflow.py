@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import SupportsFloat
 
@@ -106,14 +105,17 @@ class OverflowTrace:
             if (is_fixed or searched) and not torch.compiler.is_dynamo_compiling() and not compiler_callback():
                 self.recorder.watched_steps = WATCHED_STEPS
             return None
-        found = self._explain(scale, late)
+        found = self._explain(self.recorder.step, scale, late)
         if is_fixed and isinstance(found.verdict, ScaleSearch):
             found = _at_fixed_scale(found, found.verdict, scale)
         # Without trace_overflow each cause is logged once.
         is_known = not self.always and self.last is not None and self.last.place == found.place
         found = replace(found, loss_scale=None if math.isnan(scale) else scale)
         level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
-        return self._noted(found, late, level, self.listeners)
+        found = self._noted(found, late, level)
+        for listener in list(self.listeners):
+            listener(found)
+        return found
 
     def step_not_finite(self, late: bool = False) -> Overflow | None:
         """Explain a step that no loss scale guards, before it is taken.
@@ -124,11 +126,9 @@ class OverflowTrace:
         if not self.recorder.armed:
             self.recorder.watched_steps = WATCHED_STEPS
             return None
-        return self._noted(self._explain(1.0, late), late, logging.DEBUG, ())
+        return self._noted(self._explain(self.recorder.step, 1.0, late), late, logging.DEBUG)
 
-    def _noted(
-        self, found: Overflow, late: bool, level: int, listeners: Sequence[Callable[[Overflow], object]]
-    ) -> Overflow:
+    def _noted(self, found: Overflow, late: bool, level: int) -> Overflow:
         if isinstance(found.verdict, NotLocated):
             found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
         found = replace(found, iteration=None if late else self._steps - 1)
@@ -136,8 +136,6 @@ class OverflowTrace:
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
         log.log(level, "%s", found)
-        for listener in list(listeners):
-            listener(found)
         # The records of a step whose overflow is known late are gone by then.
         if self.capsules is not None and not late:
             self.capsules.write(found, self.recorder.step.records, found.loss_scale or 1.0)
@@ -145,23 +143,16 @@ class OverflowTrace:
 
     # -- finding it --
 
-    def _explain(self, scale: float, late: bool) -> Overflow:
+    def explain_records(self, records: list[Record], scale: float) -> Overflow:
+        """Run calls again, as those of a capsule, and return what made inf or nan at a loss scale."""
+        return self._explain(RecordedStep(records=records), scale)
+
+    def _explain(self, step: RecordedStep, scale: float, late: bool = False) -> Overflow:
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
-        return self.explain_records(self.recorder.step.records, scale, self.recorder.step)
-
-    def explain_records(self, records: list[Record], scale: float, step: RecordedStep | None = None) -> Overflow:
-        """Return what made inf or nan.
-
-        Args:
-            records: The calls to run again.
-            scale: The loss scale.
-            step: The losses, and the ops outside of the calls if they were watched.
-        """
         try:
             with self.apart():
-                in_order = sorted(records, key=operator.attrgetter("number"))
-                found = first_cause(in_order, step or RecordedStep(), self._casts, scale)
+                found = first_cause(step, self._casts, scale)
         except CannotReplay as error:
             return unlocated(str(error))
         except Exception as error:
@@ -169,12 +160,12 @@ class OverflowTrace:
             return unlocated(f"running the step again raised {type(error).__name__}: {error}")
         if found is not None:
             return found
-        modules = [module for record in records if (module := record.module()) is not None]
+        modules = [module for record in step.records if (module := record.module()) is not None]
         if several_processes() and any(unwrapped(module) is not module for module in modules):
             return Overflow(Communication())
-        return unlocated(
-            "run again, the step gave finite gradients" if records else "no call of a module was recorded in this step"
-        )
+        if not step.records:
+            return unlocated("no call of a module was recorded in this step")
+        return unlocated("run again, the step gave finite gradients")
 
     def explain_step(
         self, step: Callable[[], object], scale: float, use: Callable[[Rehearsal | None], None]
@@ -198,7 +189,7 @@ class OverflowTrace:
             # The calls run again from the state in which the step began.
             state.restore()
             if rehearsal.overflowed:
-                found = self.explain_records(recorded.records, scale, recorded)
+                found = self._explain(recorded, scale)
         return None if found is None else replace(found, loss_scale=scale)
 
     @contextlib.contextmanager
