@@ -131,7 +131,7 @@ class Recorder:
 
     Args:
         casts: How threads cast.
-        always: Whether all steps are recorded. Else only those that are watched are.
+        always: Whether all steps are recorded, and the first one watched. Else only those that are watched are.
 
     Attributes:
         step: What was recorded of the step at hand. That of the last step stays until the next call or loss.
@@ -141,9 +141,9 @@ class Recorder:
 
     def __init__(self, casts: Casts, *, always: bool) -> None:
         self.step = RecordedStep()
-        self.watched_steps = 0
+        self.watched_steps = int(always)
         self.paused = False
-        self._always = self._is_first = always
+        self._always = always
         self._casts = casts
         self._inside = _Inside()
         self._graphs = compiled_graphs()
@@ -156,7 +156,7 @@ class Recorder:
     def end_step(self) -> None:
         """An optimizer is called: what was recorded is of its step."""
         self.step.ended = True
-        self._is_first, self.watched_steps = False, max(0, self.watched_steps - 1)
+        self.watched_steps = max(0, self.watched_steps - 1)
         if self.step.ops is not None:
             self.step.ops.end()
 
@@ -170,7 +170,7 @@ class Recorder:
         """Record what runs in a ``with`` statement, and watch its ops, as a step of its own."""
         if self.step.ops is not None:
             self.step.ops.pause()
-        before = self.step, self.watched_steps, self._is_first, self.paused, self._graphs
+        before = self.step, self.watched_steps, self.paused, self._graphs
         self.step, self.watched_steps, self.paused = RecordedStep(free=math.inf), 1, False
         self._graphs = compiled_graphs()
         self._watch(())
@@ -178,7 +178,7 @@ class Recorder:
             yield self.step
         finally:
             self.end_step()
-            self.step, self.watched_steps, self._is_first, self.paused, self._graphs = before
+            self.step, self.watched_steps, self.paused, self._graphs = before
 
     def _open_step(self) -> RecordedStep:
         """Return the step at hand: a new one after the last has ended."""
@@ -280,8 +280,7 @@ class Recorder:
     def _watch(self, outputs: Any) -> None:
         """Watch ops from now on, in the main thread, unless torch.compile has made code."""
         in_main_thread = threading.current_thread() is threading.main_thread()
-        watches = self._is_first or self.watched_steps > 0
-        if watches and in_main_thread and compiled_graphs() == self._graphs:
+        if self.watched_steps and in_main_thread and compiled_graphs() == self._graphs:
             self.step.ops = self.step.ops or OpWatch(self._casts)
             self.step.ops.resume(outputs)
 
