@@ -357,6 +357,8 @@ def runs_a_pass_within_a_function() -> Any:
                 torch.autograd.backward([*sums, model[2].bias], [None, gradient[0, 0], gradient[0, :2]])
                 with pytest.raises(RuntimeError, match="got 2 tensors and 1 gradients"):
                     torch.autograd.backward(sums, [gradient[0, 0]])
+                with pytest.raises(RuntimeError, match="does not require grad"):
+                    gradient.sum().backward()
             return gradient
 
     model[2](Function.apply(model[0](x))).square().mean().backward()
