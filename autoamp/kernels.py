@@ -40,7 +40,6 @@ class Backend:
         return f"{self.device_type}: {'kernels' if self.kernels else 'no kernels'} ({self.reason})"
 
 
-@functools.cache
 def _package() -> Any:
     try:
         import autoamp_kernels

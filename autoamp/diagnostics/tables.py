@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from collections.abc import Sequence
 
 __all__ = ["as_table", "counted"]
 
+# In columns. Texts are folded where the terminal is narrower than the table.
+_WIDTH = 140
+
 
 def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], numbers: int = 0) -> str:
-    """Return a table as text, with each column as wide as its widest cell.
+    """Return a table as text.
 
     Args:
         title: The line above the table.
         headings: The columns' names.
         rows: The cells, as many in each row as there are columns.
-        numbers: The number of columns at the end that are aligned at the right.
+        numbers: The number of columns at the end that are aligned at the right, with a word of the heading a line.
     """
     if not rows:
         return f"{title}: nothing\n"
-    lines = [headings, *rows]
-    columns = []
-    for number, cells in enumerate(zip(*lines, strict=True)):
-        align = str.ljust if number < len(headings) - numbers else str.rjust
-        columns.append([align(cell, max(map(len, cells))) for cell in cells])
-    return "\n".join([title, *("  ".join(line).rstrip() for line in zip(*columns, strict=True)), ""])
+    # These take some 50 ms to import.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        if number < len(headings) - numbers:
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column("\n".join(heading.split()), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    text = io.StringIO()
+    Console(file=text, width=max(_WIDTH, shutil.get_terminal_size().columns)).print(table)
+    return text.getvalue()
 
 
 def counted(number: int, what: str) -> str:

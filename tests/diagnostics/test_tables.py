@@ -7,12 +7,10 @@ from autoamp.diagnostics.tables import as_table
 
 
 def test_a_table_shows_text_as_it_is_and_whole() -> None:
-    rows = [("linear", "12"), ("[bold]odd[/bold]", "3"), ("x" * 300, "4")]
-    title, *lines = as_table("Ops", ("op", "calls so far"), rows, 1).splitlines()
-    assert title == "Ops"
-    assert [line.split() for line in lines] == [["op", "calls", "so", "far"], *map(list, rows)]
-    # Numbers are aligned at the right.
-    assert {len(line) for line in lines} == {300 + 2 + len("calls so far")}
+    text = as_table("Ops", ("op", "calls so far"), [("linear", "12"), ("[bold]odd[/bold]", "3"), ("x" * 300, "4")], 1)
+    assert "[bold]odd[/bold]" in text
+    assert text.count("x") == 300
+    assert [line.split()[-2] for line in text.splitlines() if "linear" in line or "odd" in line] == ["12", "3"]
     assert as_table("Ops", ("op",), []) == "Ops: nothing\n"
 
 

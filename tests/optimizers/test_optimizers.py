@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoamp import kernels
 from autoamp.errors import UsageError
 from autoamp.optimizers import (
     FusedAdagrad,
@@ -378,10 +377,7 @@ def test_parameters_larger_than_a_part_are_stepped_as_each_alone() -> None:
 
 @pytest.mark.parametrize(("kind", "plain"), [(FusedAdam, torch.optim.AdamW), (FusedSGD, torch.optim.SGD)])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_gradients_of_any_strides_without_kernels(
-    kind: Any, plain: Any, in_order: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "find", lambda *_: None)
+def test_gradients_of_any_strides(kind: Any, plain: Any, in_order: bool) -> None:
     settings = {"lr": 0.1, "weight_decay": 0.1, **({"momentum": 0.9} if kind is FusedSGD else {})}
     ends = []
     for make in (kind, plain):
