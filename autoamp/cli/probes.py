@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.report import versions
 from autoamp.compat import added_to_real_apex, real_apex
+from autoamp.diagnostics import versions
 from autoamp.half_units import HALF_NAMES, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
 from autoamp.memory import why_not_kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autoamp.cli.output import say
-from autoamp.diagnostics import capsule_versions, load_capsule
+from autoamp.diagnostics import load_capsule, versions
 from autoamp.runtime import Handle, check_device, put_handle, runtime_of
 
 __all__ = ["replay"]
@@ -16,7 +16,7 @@ _COMPARED = ("kind", "op", "module", "phase")
 def replay(chosen: argparse.Namespace) -> int:
     """Run the step of a capsule again and print the finding. Returns 0 if the run had the same finding, else 1."""
     capsule = load_capsule(chosen.capsule, lambda text: say(f"the run found: {text}"))
-    here = capsule_versions()
+    here = versions()
     for name, before in capsule.versions.items():
         if here.get(name) != before:
             say(f"the run had {name} {before}, here is {here.get(name)}")

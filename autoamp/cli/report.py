@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
+from autoamp.diagnostics import versions
 from autoamp.modules import AUTOCAST
 
-__all__ = ["Report", "versions"]
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of autoamp, torch and Python."""
-    ours = str(getattr(sys.modules["autoamp"], "__version__", ""))
-    return {"autoamp": ours, "torch": torch.__version__, "python": platform.python_version()}
+__all__ = ["Report"]
 
 
 @dataclass(frozen=True)

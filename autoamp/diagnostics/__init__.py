@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.diagnostics.call_sites import CallSite
-from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, capsule_versions, load_capsule
+from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, load_capsule, versions
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
@@ -55,7 +55,6 @@ __all__ = [
     "Row",
     "ScaleSearch",
     "Watch",
-    "capsule_versions",
     "check_lists",
     "check_report_tools",
     "explain",
@@ -67,6 +66,7 @@ __all__ = [
     "report_page",
     "spellings",
     "sum_of",
+    "versions",
     "write_report",
     "write_scalars",
 ]

@@ -35,11 +35,11 @@ from autoamp.rules import ModulePrecision
 from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 
-__all__ = ["Capsule", "CapsuleWriter", "capsule_versions", "load_capsule"]
+__all__ = ["Capsule", "CapsuleWriter", "load_capsule", "versions"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 3
+_FORMAT = 4
 # Packages that are not put into the file, wherever they lie.
 _INSTALLED = frozenset(("autoamp", "autoamp_command", "autoamp_kernels", "autoamp_startup", "cloudpickle", "torch"))
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
@@ -131,7 +131,7 @@ class CapsuleWriter:
         precisions = [(module, given.value) for module in modules if (given := self._precision_of(module)) is not None]
         step = {"records": parts, "precisions": precisions, "settings": self._settings, "scale": scale}
         finding = {
-            "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": capsule_versions(),
+            "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions(),
         }  # fmt: skip
         weights = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
         size = sum(tensor.nbytes for tensor in (*weights, *iter_tensors([one["inputs"] for one in parts])))
@@ -163,7 +163,7 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
     if finding.get("format") != _FORMAT:
         raise UsageError(f"{str(path)!r} is no capsule of this version of autoamp; give a file of run --capsule")
     tell(finding["text"])
-    python = finding["versions"]["Python"]
+    python = finding["versions"]["python"]
     if python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
         raise UsageError(
             f"{str(path)!r} has code of Python {python}, this is {platform.python_version()}; use that one"
@@ -183,10 +183,10 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
     )  # fmt: skip
 
 
-def capsule_versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Return the versions of autoamp, torch and Python."""
     ours = str(getattr(sys.modules.get("autoamp"), "__version__", "unknown"))
-    return {"autoamp": ours, "torch": str(torch.__version__), "Python": platform.python_version()}
+    return {"autoamp": ours, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _parts_of(record: Record) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def test_in_code_and_a_finding_that_differs(tmp_path: Path, capsys: pytest.Captu
     write()
     assert main(["replay", str(file)]) == 1
     assert "op: exp in the run, linear here" in capsys.readouterr().err
-    found["versions"]["Python"] = "3.1.4"
+    found["versions"]["python"] = "3.1.4"
     write()
     assert main(["replay", str(file)]) == 2
     assert "has code of Python 3.1.4" in capsys.readouterr().err

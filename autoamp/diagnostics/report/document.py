@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import platform
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from autoamp.diagnostics.capsule import versions
 from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import Recording
 from autoamp.diagnostics.report.remedies import remedies
@@ -73,11 +70,7 @@ def report_of(handle: Any) -> dict[str, Any]:
         },
         "lists": settings.table.sources,
         "coverage": _coverage(recording),
-        "versions": {
-            "autoamp": sys.modules["autoamp"].__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }  # fmt: skip
     checked: dict[str, Any] = plain(document)
     return checked
