@@ -21,6 +21,7 @@ __all__ = [
     "PatchError",
     "TargetError",
     "UsageError",
+    "kind_of",
     "warn_user",
 ]
 
@@ -107,3 +108,8 @@ def _level_of_user() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back
     return level
+
+
+def kind_of(value: object) -> str:
+    """Return how an error names what somebody gave."""
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -84,6 +84,9 @@ class AutoScale:
         if self._optimizers.has_masters:
             raise UsageError("auto_scale() is for fp32 models, and an optimizer here has masters; use scale_loss")
         self._scaler = self._optimizers.loss_scalers.choose(0)
+        if not self._optimizers.casts.in_modules:
+            # What an earlier training used says nothing of the next one. A scaler that is alive is found again.
+            self._optimizers.casts.yielded_to = None
         self.active = True
         self.resume()
         return self

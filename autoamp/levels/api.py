@@ -212,7 +212,7 @@ def _checked_flag(name: str, value: Any) -> bool | None:
 
 
 def _warn_of_settings(level: OptLevel, models: Sequence[Module], keep_norms: Any, table: CastTable) -> None:
-    """Warn of arguments that say nothing at this level, and of models that it does not suit."""
+    """Warn of arguments without effect at this level, and of models that it does not suit."""
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warn_user(
             f"keep_batchnorm_fp32={keep_norms!r} has no effect at opt_level={level.name!r}, which leaves models in fp32"

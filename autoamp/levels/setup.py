@@ -148,8 +148,7 @@ def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
 
 def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     """Cast a model as the level says, and what goes into it and comes out of it at each call."""
-    # None: as everywhere. Within a model whose level does not patch torch nothing is cast, though it be patched for
-    # another.
+    # None: as the thread casts. False: nothing is cast within this model, even if the level of another patches torch.
     level, outputs = setup.level, setup.outputs
     casts = None if setup.on else level.patch_torch_functions
     kind: Any = setup.settings.dtype if level.cast_model_type == "half" else level.cast_model_type

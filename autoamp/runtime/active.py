@@ -60,7 +60,7 @@ class ActiveHandles:
         with self.lock:
             if any(serving is not self._base for serving, _ in self._open):
                 raise UsageError("torch cannot be patched again while a region is open; leave the region's block first")
-            before = self.handle
+            before = self.handle or self.base
             self._switch(handle if isinstance(handle, Handle) else None)
             self._base = handle
             if handle is not None:
@@ -136,7 +136,7 @@ handles = ActiveHandles()
 put_handle = handles.put_base
 
 
-def current_handle() -> BaseHandle | None:
+def current_handle() -> Handle | None:
     """Return the active handle, None where torch is not patched."""
     return handles.handle
 

@@ -13,12 +13,11 @@ from typing import Any, Literal, TypeVar
 import numpy
 import torch
 
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
-from autoamp.runtime.runtime import kind_of
 from autoamp.runtime.settings import Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
@@ -79,8 +78,9 @@ def init(
             result. A skipped step is run again, forward and backward, some times.
         capsule: A folder. The first step of each cause of inf or nan is written to a file there, for
             ``autoamp replay``, with the weights and inputs of the step. Implies ``trace_overflow``; needs cloudpickle.
-        on_nonfinite: What to do with a step that no loss scale guards and whose gradients hold inf or nan: tell of it
-            once, raise `NonFiniteGradientsError` before it, or leave it out. The last two wait for a GPU at each step.
+        on_nonfinite: What to do with a step that no loss scale guards and whose gradients hold inf or nan: ``"warn"``
+            once, ``"raise"`` `NonFiniteGradientsError` before it, or ``"skip"`` it. The last two wait for a GPU at each
+            step.
 
     Raises:
         ListFileError: A list cannot be used.
@@ -165,8 +165,8 @@ class Region:
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
     """Patch torch inside a ``with`` statement only: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
 
-    Only the thread that enters the region casts. Entering and leaving patch and restore torch, which takes about ten
-    milliseconds each. Use a region around a whole training loop; around each step prefer `init`.
+    A region with settings casts only in the thread that enters it. Entering and leaving patch and restore torch, which
+    takes about ten milliseconds each. Use a region around a whole training loop; around each step prefer `init`.
 
     Args:
         enabled: False turns the casts of the active handle off inside the region.

@@ -30,11 +30,11 @@ from autoamp.diagnostics import (
     write_report,
     write_scalars,
 )
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 from autoamp.kernels import Backend, backend
 from autoamp.modules import Override
 from autoamp.rules import CastRule, CastTable
-from autoamp.runtime.runtime import Runtime, kind_of
+from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
 from autoamp.stepping import clip_grad_norm_, listed, stepped_params, wrap_optimizer
@@ -48,8 +48,8 @@ Precision = Literal["fp32", "fp16", "none"]
 class BaseHandle:
     """Patched torch, and the loss scaling that goes with it. There is one active handle at a time.
 
-    `init`, `current_handle` and ``with autoamp.region(...)`` return it: a `Handle`, or a `NoOpHandle` if autoamp is
-    disabled. Code runs unchanged with ``enabled=False``.
+    `init` and ``with autoamp.region(...)`` return it: a `Handle`, or a `NoOpHandle` if autoamp is disabled. Code runs
+    unchanged with ``enabled=False``.
     """
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
@@ -114,7 +114,7 @@ class BaseHandle:
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
-        """What the last skipped steps came from, the last 1000 at most; empty without ``trace_overflow=True``."""
+        """What the last 1000 explained skips came from. With ``trace_overflow=True`` every skip is explained."""
         return tuple(self._runtime.overflows.all)
 
     @property
@@ -317,7 +317,7 @@ class BaseHandle:
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """What the last skipped step came from; None before the first, and without ``trace_overflow=True``."""
+        """What the last explained skip came from, or None. With ``trace_overflow=True`` every skip is explained."""
         return self._runtime.overflows.last
 
     @property
@@ -412,8 +412,7 @@ class BaseHandle:
 
         Args:
             step_fn: Computes the loss, and returns it or runs its backward pass as the program does: in ``scale_loss``,
-                by ``FP16_Optimizer.backward``, or directly. Code after an ``optimizer.step()`` in it does not run. Each
-                call must compute the same: it may draw random numbers, but must not fetch another batch.
+                by ``FP16_Optimizer.backward``, or directly. Code after an ``optimizer.step()`` in it does not run.
 
         Returns:
             The first overflow; None if there is none.

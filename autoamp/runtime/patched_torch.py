@@ -24,7 +24,7 @@ __all__ = ["PatchedTorch"]
 
 log = logging.getLogger(__name__)
 
-# A handle that comes while another goes, in another thread, would take its replacements for torch's own functions.
+# A thread that patches while another one restores would take its replacements for torch's own functions.
 _one_at_a_time = threading.RLock()
 
 

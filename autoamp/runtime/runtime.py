@@ -22,7 +22,7 @@ from autoamp.diagnostics import (
     Recording,
     Watch,
 )
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target
 from autoamp.runtime.events import activated, suspended, tell
@@ -31,11 +31,11 @@ from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.stepping import GuardedOptimizers
 
-__all__ = ["Runtime", "kind_of"]
+__all__ = ["Runtime"]
 
 
 class Runtime:
-    """Patched torch, and the loss scaling that goes with it. One serves each `Handle`; one of them is active at a time.
+    """What is behind a handle: the patches of torch, the casts, and the models and optimizers that were set up.
 
     Attributes:
         settings: The settings of the handle.
@@ -140,7 +140,7 @@ class Runtime:
 
         Args:
             settings: What all calls agree on, from now on.
-            models: The models of the new call. What is named again is let go.
+            models: The models of the new call. The setup of those that an earlier call set up is undone.
             optimizers: Its optimizers.
             on: Whether casts act everywhere.
         """
@@ -157,7 +157,7 @@ class Runtime:
         """Give these models, and the optimizers that step their parameters, back what they had."""
         named = [*models, *self.models.overlapping(models)]
         modules = {module for model in named for module in model.modules()}
-        # What another model shares with these stays as that one wants it.
+        # Parameters that these share with another half model stay half.
         shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
         params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
         self.precisions.undo_within(modules)
@@ -182,8 +182,3 @@ class Runtime:
         """Tell this observer no more."""
         if self.observation.remove(observer) and not self.observation.observers:
             self.patched.patch_anew()
-
-
-def kind_of(value: Any) -> str:
-    """Return how an error names what somebody gave."""
-    return f"a {type(value).__name__}" if value is not None else "None"

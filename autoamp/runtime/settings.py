@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from autoamp.diagnostics import versions
 from autoamp.errors import UsageError
 from autoamp.modules import check_module_rules
 from autoamp.rules import CastTable, load_table
@@ -79,7 +79,7 @@ class Settings:
         # trace_overflow: all ranks or none run a step that failed again, since its collectives wait for all.
         names = ("opt_level", "device_type", "scope", "enable_caching", "trace_overflow", "on_nonfinite")
         return {
-            "the version of autoamp": str(getattr(sys.modules.get("autoamp"), "__version__", "unknown")),
+            "the version of autoamp": versions()["autoamp"],
             "the version of torch": torch.__version__,
             "the half dtype": str(self.dtype),
             **{name: str(getattr(self, name)) for name in names},

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 
 __all__ = [
     "AttachedMethod",
@@ -42,10 +42,9 @@ class ScalesItself:
 def refuse_unguardable(optimizer: Any) -> None:
     """Raise UsageError for what is no optimizer, or one that scales its losses itself: they would be scaled twice."""
     if not is_optimizer(optimizer):
-        name = "None" if optimizer is None else f"a {type(optimizer).__name__}"
         raise UsageError(
-            f"Expected an optimizer, got {name}, which has no param_groups and step(). Pass the optimizer that steps "
-            "this loss, or a list or tuple of optimizers"
+            f"Expected an optimizer, got {kind_of(optimizer)}, which has no param_groups and step(). Pass the "
+            "optimizer that steps this loss, or a list or tuple of optimizers"
         )
     if isinstance(optimizer, ScalesItself):
         raise UsageError(

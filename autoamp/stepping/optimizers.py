@@ -64,7 +64,7 @@ class GuardedOptimizers:
         runtime: What drives the handle now; None for optimizers of no handle.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
-        watch: What looks on, if anything does.
+        watch: Hears of losses, steps and skips, for diagnostics; None for nobody.
         rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         on_stepped: Called with what is known of an optimizer's steps after each of them, with None for an optimizer
             whose losses nobody scales; None where nobody asks.

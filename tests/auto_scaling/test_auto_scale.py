@@ -928,6 +928,15 @@ def test_a_grad_scaler_that_is_garbage_scales_no_loss(handle: autoamp.Handle) ->
         gc.enable()
 
 
+def test_auto_scale_begins_anew_after_a_training_with_mixed_precision_of_its_own(handle: autoamp.Handle) -> None:
+    with handle.auto_scale() as scaling, torch.autocast("cpu", torch.bfloat16):
+        assert scaling.yielded_to == "torch.autocast"
+    with handle.auto_scale() as scaling:
+        torch.amp.GradScaler("cpu")
+        assert scaling.yielded_to == "torch.amp.GradScaler"
+    assert handle.auto_scale().yielded_to is None
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_auto_scale_yields_to_a_grad_scaler(handle: autoamp.Handle, before: bool) -> None:
     model, optimizer, x = make()

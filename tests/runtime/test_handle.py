@@ -370,6 +370,17 @@ def test_disabled_diagnostics_find_nothing_and_followers_step(training: Training
     assert stepped == [1]
 
 
+def test_followers_of_a_disabled_handle_end_with_it(training: Training) -> None:
+    stepped: list[str] = []
+    autoamp.init(enabled=False).follow(lambda: stepped.append("disabled"))
+    handle = init()
+    handle.follow(lambda: stepped.append("enabled"))
+    handle.wrap_optimizer(training.optimizer)
+    training.loss().backward()
+    training.optimizer.step()
+    assert stepped == ["enabled"]
+
+
 def test_a_norm_type_that_is_none_is_refused_before_gradients_change(training: Training) -> None:
     handle = init()
     training.loss().backward()
