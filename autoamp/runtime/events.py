@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["activated", "suspended", "tell"]
+__all__ = ["activated", "suspended"]
 
 activated: list[Callable[[Any], object]] = []
 """Called when a handle's patches were put in place: by `init`, `initialize` or at the beginning of a region."""
 
 suspended: list[Callable[[Any], object]] = []
 """Called when a handle's patches are about to be taken back, for a while or for good."""
-
-
-def tell(listeners: list[Callable[[Any], object]], handle: Any) -> None:
-    """Call the listeners. An exception of a listener propagates."""
-    for listener in list(listeners):
-        listener(handle)

@@ -25,7 +25,7 @@ from autoamp.diagnostics import (
 from autoamp.errors import UsageError, kind_of
 from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target
-from autoamp.runtime.events import activated, suspended, tell
+from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
@@ -102,13 +102,15 @@ class Runtime:
         """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
         self.patched.patch(registered)
         self.ended = False
-        tell(activated, self.handle)
+        for listener in list(activated):
+            listener(self.handle)
 
     def suspend(self) -> tuple[str, ...]:
         """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
         if not self.patched.in_place:
             return ()
-        tell(suspended, self.handle)
+        for listener in list(suspended):
+            listener(self.handle)
         self.overflows.close()
         return self.patched.restore()
 

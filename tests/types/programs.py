@@ -28,7 +28,7 @@ def handles(model: nn.Linear, optimizer: SGD) -> None:
     with autoamp.region(dtype=torch.bfloat16) as inner:
         assert_type(inner, autoamp.BaseHandle)
     if (current := autoamp.current_handle()) is not None:
-        assert_type(current, autoamp.BaseHandle)
+        assert_type(current, autoamp.Handle)
         handle = current
     off: autoamp.BaseHandle = autoamp.NoOpHandle()
     assert_type(off.deactivate(), tuple[str, ...])
