@@ -426,10 +426,7 @@ class BaseHandle:
         if run.optimizers.rehearsal is not None:
             raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
         scale = run.optimizers.counts.loss_scale(self.loss_scale)
-        with contextlib.ExitStack() as stack:
-            run.auto_scaling.pause()
-            stack.callback(run.auto_scaling.resume)
-            return run.overflows.explain_step(step_fn, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
+        return run.overflows.explain_step(step_fn, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
 
     @property
     def max_consecutive_skips(self) -> int:
