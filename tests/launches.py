@@ -17,11 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # Answers requests: each is a folder, modules to import, and lines of arguments. A fork imports the modules, and forks
-# again for each line in turn; the answer tells how those ended. What a program raises unwinds to the top of the
-# interpreter, as it would have. A line is `autoamp`'s arguments, or "python" and a script, which runs in its folder.
-# Items NAME=value before it are environment variables.
+# again for each line in turn. The answer tells how those ended; it is null if an import fails. What a program raises
+# unwinds to the top of the interpreter, as it would have. A line is `autoamp`'s arguments, or "python" and a script,
+# which runs in its folder. Items NAME=value before it are environment variables.
 DRIVER = """
-import gc, importlib, json, os, runpy, sys, tempfile
+import gc, importlib, json, os, runpy, signal, sys, tempfile, time
 gc.disable()
 import torch
 import autoamp.cli
@@ -30,16 +30,20 @@ from autoamp_command import main
 # The first optimizer of a process imports torch's compiler, which takes as long as torch.
 torch.optim.SGD([torch.ones(1)], lr=1.0)
 
+# For all programs of a request together, in seconds: less than pytest's faulthandler_timeout, which ends all tests.
+LIMIT = 800
+
 def fork():
     # A fork that looked through what is there by now would copy all of it.
     gc.freeze()
     return os.fork()
 
-def run(argv):
+def run(argv, end):
     out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
     pid = fork()
     if pid == 0:
         gc.enable()
+        signal.alarm(max(1, int(end - time.monotonic())))
         os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
         while "=" in argv[0]:
             name, _, os.environ[name] = argv.pop(0).partition("=")
@@ -50,6 +54,8 @@ def run(argv):
     for file in (out, err):
         file.seek(0)
         texts.append(file.read().decode())
+    if status == -signal.SIGALRM:
+        texts[1] += f"The test killed this program: all programs of one request may take {LIMIT} s together."
     return [status, *texts]
 
 requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
@@ -61,17 +67,16 @@ for line in requests:
     answer = tempfile.TemporaryFile("w+")
     pid = fork()
     if pid:
-        if os.waitpid(pid, 0)[1]:
-            sys.exit("the imports before the programs failed")
+        os.waitpid(pid, 0)
         answer.seek(0)
-        print(answer.read(), file=answers, flush=True)
+        print(answer.read() or "null", file=answers, flush=True)
         continue
     os.chdir(folder)
     for name in imports:
         importlib.import_module(name)
-    ended = []
+    ended, end = [], time.monotonic() + LIMIT
     for argv in programs:
-        result = run(argv)
+        result = run(argv, end)
         if result is None:
             program = argv
             break
@@ -147,4 +152,6 @@ def launched(
     print(json.dumps([str(folder), list(imports), list(runs.values())]), file=process.stdin, flush=True)
     answer = process.stdout.readline()
     assert answer, "the process that forks for programs ended; its standard error tells why"
-    return {name: Ended(*result) for name, result in zip(runs, json.loads(answer), strict=True)}
+    ended = json.loads(answer)
+    assert ended is not None, f"the imports of {list(imports)} failed; the captured standard error tells why"
+    return {name: Ended(*result) for name, result in zip(runs, ended, strict=True)}
