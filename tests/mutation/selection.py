@@ -123,7 +123,10 @@ class Selection:
         limit = 60.0 + 3.0 * sum(self._seconds[name] for name in names)
         files = dict.fromkeys(map(_file_of, names))
         marks = [argument for argument in self._arguments if not argument.startswith("tests/")]
-        return self._forked(lambda: self._pytest([*marks, *files], _Chosen(names)), limit) != 0
+        code = self._forked(lambda: self._pytest([*marks, *files], _Chosen(names)), limit)
+        # Where no test runs, none fails: a mutant can change the names of parametrized tests.
+        # A usage error counts as found: pytest ends with it if conftest.py cannot import the package.
+        return code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
     def _concerned(self, path: Path, line: int) -> list[str]:
         """Return the tests that execute the statement at a line, all where it runs at import; the short ones first.
