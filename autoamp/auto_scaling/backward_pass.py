@@ -118,7 +118,7 @@ class ScaledPass:
         *,
         keeps: object = None,
         retained: Iterable[Tensor] = (),
-        cleans: bool = True,
+        cleans: bool,
         now: Callable[[], ScaledPass | None],
     ) -> None:
         self.thread = threading.get_ident()
