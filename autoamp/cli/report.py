@@ -70,8 +70,8 @@ class Report:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this process computed nothing that was counted, and stepped no optimizer."""
-        return not self.ops and not self.steps
+        """Whether this process computed nothing that was counted or in `own_dtypes`, and stepped no optimizer."""
+        return not (self.ops or self.own_dtypes or self.steps)
 
     def with_children(self, children: Sequence[Report]) -> Report:
         """Return a report with the numbers of this process and of those that it started.
@@ -114,10 +114,7 @@ class Report:
         return "\n".join(f"autoamp: {line}" for line in lines)
 
     def _counts(self) -> list[str]:
-        """Return the counts. Models in half precision, and the program's own casts, need none of ours.
-
-        In regions of torch.autocast counts are of functions that our lists name, and torch casts by its own.
-        """
+        """Return the counts. Models in half precision, and the program's own casts, need none of ours."""
         if self.casts_left_to == AUTOCAST:
             return []
         needless = self._parameters() or self.dtype == "float32" or self.casts_left_to is not None

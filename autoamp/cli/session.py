@@ -167,10 +167,12 @@ class Run:
             )
 
     def reset(self) -> None:
-        """Reset the counts in a fork, since its parent has them."""
+        """Reset what is counted in a fork, since its parent has it."""
         for counts in self._counts:
             counts.reset()
-        done = runtime_of(self._now).optimizers.counts
+        now = runtime_of(self._now)
+        now.casts.own_dtypes.clear()
+        done = now.optimizers.counts
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
             self._inherited = done.all, done.all_skipped

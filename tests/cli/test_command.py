@@ -256,6 +256,9 @@ if __name__ == "__main__":
             sys.exit()
         os.wait()
     elif how == "loader":
+        # The workers, which are forks, have entered no region of their own.
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            pass
         torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
         list(torch.utils.data.DataLoader([torch.ones(1)] * 4, num_workers=2))
         work(3)

@@ -88,6 +88,9 @@ def test_summary_adds_up_child_processes() -> None:
     assert both.functions == {"torch.mm": {"float16": 24690, "float32": 12}}
     assert (both.steps, both.skipped, both.children, both.loss_scale) == (401, 4, 2, 65536.0)
     assert "(O1); 2 child processes included; ops 12,345 float16, 8 float32;" in both.summary()
+    evaluation = replace(idle, own_dtypes={"float16": 3}, exit_code=2)
+    assert not evaluation.is_refusal
+    assert parent.with_children([evaluation]).own_dtypes == {"float16": 3}
     own = REPORT.with_children([replace(REPORT, dtype="bfloat16")])
     assert (own.dtype, own.children, own.steps) == ("float16", 1, 800)
     assert "1 child process included;" in own.summary()
