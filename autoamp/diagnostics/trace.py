@@ -7,6 +7,7 @@ casts make, so casts are counted where they are made. The mode also sees ops on 
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -74,7 +75,8 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values by the attributes' names; those of the site are on the same level."""
         of_site = {name: getattr(self.site, name) for name in ("module", "module_class", "root", "location")}
-        return {**of_site, **{one.name: getattr(self, one.name) for one in fields(self) if one.name != "site"}}
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "site"}
+        return {**of_site, **values, "dtypes_in": dict(self.dtypes_in), "dtypes_out": dict(self.dtypes_out)}
 
 
 @dataclass(slots=True)
@@ -94,6 +96,15 @@ class _RunningCall:
     casts: int = 0
 
 
+class _Running(threading.local):
+    """The innermost call of a listed function that runs in a thread.
+
+    The threads in which torch runs the backward passes of several GPUs inherit the dispatch mode.
+    """
+
+    call: _RunningCall | None = None
+
+
 class CastTrace(OperatorObserver):
     """The trace of a ``with handle.trace()`` statement. Its numbers stay after it; ``print`` gives a table.
 
@@ -110,8 +121,7 @@ class CastTrace(OperatorObserver):
         super().__init__(observation, start)
         self._casts = casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
-        # The innermost call of a listed function that runs.
-        self._running: _RunningCall | None = None
+        self._running = _Running()
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -134,14 +144,14 @@ class CastTrace(OperatorObserver):
         target = target_of(tensors, call.op.rule.policy, self._casts)
         to_cast = [t for t in tensors if target is not None and self._casts.eligible(t) and t.dtype is not target]
         row = self._row(call.op.name, call.site, call.op.rule)
-        self._running = _RunningCall(row, frozenset(map(id, to_cast)), self._running)
-        return self._running
+        self._running.call = _RunningCall(row, frozenset(map(id, to_cast)), self._running.call)
+        return self._running.call
 
     def after(self, call: Call, state: _RunningCall | None, result: Any) -> None:
         """Count a call."""
         if state is None:
             return
-        self._running = state.outer
+        self._running.call = state.outer
         outputs = [t for t in iter_tensors(result) if t.is_floating_point() or t.is_complex()]
         state.row.add_call(floating_tensors(call), outputs)
         state.row.spared += max(0, len(state.to_cast) - state.casts)
@@ -149,7 +159,7 @@ class CastTrace(OperatorObserver):
     def failed(self, call: Call, state: _RunningCall | None, error: BaseException) -> None:
         """Forget a call that raised an exception."""
         if state is not None:
-            self._running = state.outer
+            self._running.call = state.outer
 
     def _row(self, op: str, site: CallSite, rule: CastRule | None) -> Row:
         """Return the row of an op at a line, a new one the first time."""
@@ -164,7 +174,7 @@ class CastTrace(OperatorObserver):
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note an operator."""
-        call = self._running
+        call = self._running.call
         if call is None and current_graph_task() != -1:
             # In a backward pass only the calls that a checkpoint recomputes are traced.
             return

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.diagnostics import CastTrace, Row, observer
+from autoamp.diagnostics import Call, CastTrace, Observer, Row, observer
 from autoamp.torch_private import dispatch_modes
 
 
@@ -79,6 +80,43 @@ def test_the_same_numbers_in_inference_mode_and_none_of_another_thread(handle: A
     assert [found[0], found[2]] == [expected[0], expected[2]]
 
 
+class PassingDispatchMode(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Waiting(Observer):
+    """Lets a call wait."""
+
+    def __init__(self) -> None:
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def before(self, call: Call) -> None:
+        self.begun.set()
+        assert self.goes_on.wait(60.0)
+
+
+def test_an_op_is_not_a_part_of_a_call_that_runs_in_another_thread(handle: Any) -> None:
+    """Torch's threads of backward passes on several GPUs have the dispatch modes of the thread that began the pass."""
+
+    def run() -> None:
+        with PassingDispatchMode():
+            F.linear(torch.ones(2, 2), torch.ones(2, 2))
+
+    waiting = Waiting()
+    with handle.trace() as trace, handle.observe(waiting):
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert waiting.begun.wait(60.0)
+        torch.mul(torch.ones(2, 2).half(), torch.ones(2, 2))
+        waiting.goes_on.set()
+        thread.join()
+    assert [row.op for row in trace.unlisted] == ["aten::mul"]
+    assert [row.calls for row in trace.rows] == [1]
+
+
 def test_in_place_forms_cast_there_and_back(handle: Any) -> None:
     x = torch.ones(3, dtype=torch.float16)
     with handle.trace() as trace:
@@ -120,7 +158,9 @@ def test_dict_json_and_print(handle: Any) -> None:
     with handle.trace() as trace:
         Model()(torch.randn(2, 4))
     found = json.loads(trace.to_json())
-    assert found == json.loads(json.dumps(trace.to_dict()))
+    assert found == trace.to_dict()
+    # As csv.DictWriter writes it.
+    assert str(trace.to_dict()["rows"][0]["dtypes_in"]) == "{'float32': 9}"
     assert (found["kind"], found["rows"][0]["module"]) == ("autoamp.trace", "fc")
     assert [row["casts"] for row in found["rows"]] == [7, 1, 3]
     assert found["rows"][0]["dtypes_in"] == {"float32": 9}
