@@ -56,6 +56,7 @@ def first_cause(step: RecordedStep, casts: Casts, scale: float) -> Overflow | No
         found = unlocated("the loss is inf or nan, and its ops were not watched in this step")
     found = found or in_backward
     if found is None or found.phase == "forward":
+        # The loss is inf or nan because of such a call, if there is one: the call ran before the loss.
         return next(iter(suspects.values()), found)
     return found
 
@@ -131,7 +132,7 @@ def _forward_cause(origin: Origin, in_fp32: Origin | None, wide: Replay) -> Over
         # In fp32 it was finite until it was written to a tensor that the program made half.
         in_fp32 = None
     if in_fp32 is None:
-        return origin.in_half_precision("forward")
+        return origin.in_half_precision("forward", wide.half_dtype)
     return _given_finding(in_fp32, wide) if in_fp32.site is None else in_fp32.in_fp32("forward")
 
 
@@ -217,7 +218,9 @@ def _gradient_cause(call: Replay) -> Overflow:
         made = wide.gradient_origin() or made
     if made is None:
         return replace(unknown, phase="backward")
-    return _with_all_names(made.in_half_precision("backward"), call) if is_finite else made.in_fp32("backward")
+    if not is_finite:
+        return made.in_fp32("backward")
+    return _with_all_names(made.in_half_precision("backward", call.half_dtype), call)
 
 
 def _highest_finite_scale(call: Replay) -> float:

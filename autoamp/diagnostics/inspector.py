@@ -106,26 +106,31 @@ class Origin:
     tensor: Tensor | None = None
     intended: bool = False
 
-    def in_half_precision(self, phase: str, otherwise: str | None = None) -> Overflow:
+    def in_half_precision(self, phase: str, half_dtype: torch.dtype) -> Overflow:
         """Return the finding for a call that is finite in fp32.
 
         Args:
             phase: ``"forward"`` or ``"backward"``.
-            otherwise: The remedy if no entry of a list file avoids it.
+            half_dtype: The dtype that overflows if the result of the call is in fp32.
         """
         assert self.site is not None
-        dtype = self.site.dtype if self.site.dtype in HALF_DTYPES else torch.float16
+        dtype = self.site.dtype if self.site.dtype in HALF_DTYPES else half_dtype
         in_cast = self.site.in_cast or self.site.op in CASTS
         found = self.finding(HalfPrecisionOp(self.magnitudes, dtype_name(dtype), in_cast), phase)
+        # The advice for an op that no list can name, such as a cast or a function of the program.
+        advice = "compute it in fp32, or make its values smaller"
+        if phase == "backward":
+            advice = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
         entry = fp32_entry(self.site.names, self.site.in_place)
-        return replace(found, suggestion=entry or otherwise, fp32_names=self.site.names)
+        return replace(found, suggestion=entry or advice, fp32_names=self.site.names)
 
     def in_fp32(self, phase: str) -> Overflow:
         """Return the finding for a call that makes inf or nan in fp32 too."""
-        return self.finding(NotFiniteInFp32(magnitudes=self.magnitudes), phase)
+        advice = "compute it in a form that stays finite, or look at the data and the learning rate"
+        return replace(self.finding(NotFiniteInFp32(magnitudes=self.magnitudes), phase), suggestion=advice)
 
     def in_unknown_precision(self, phase: str, why: object = None) -> Overflow:
-        """Return the finding for a call of which is not known whether fp32 would be finite."""
+        """Return the finding for a call if it is not known whether it would be finite in fp32."""
         unknown = "it is not known whether fp32 would be finite"
         return self.finding(NotLocated(unknown if why is None else f"{unknown}: {why}"), phase)
 
@@ -475,7 +480,7 @@ class OpWatch(Inspector):
         self._nodes: list[Origin] = []
         self._backward: Backward | None = None
         self._scale = 1.0
-        # What an origin is the cause of; no entry if it is not known whether fp32 would be finite.
+        # Why each origin is not finite. An origin has no entry if it is not known whether fp32 would be finite.
         self._verdicts: dict[Origin, type[OverflowVerdict]] = {}
 
     def resume(self, outputs: object) -> None:
@@ -561,9 +566,8 @@ class OpWatch(Inspector):
         if verdict is ScaleSearch:
             return made.finding(ScaleSearch(), phase)
         if verdict is HalfPrecisionOp:
-            advice = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
-            return made.in_half_precision(phase, advice)
-        return replace(made.in_fp32(phase), suggestion="look at the loss: compute it in a form that stays finite")
+            return made.in_half_precision(phase, self._casts.dtype)
+        return made.in_fp32(phase)
 
 
 def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool:

@@ -60,7 +60,7 @@ class NonFiniteStep:
 
 
 class NonFiniteSteps:
-    """Looks at the gradients of each step of torch's optimizers, from `start` to `stop`, but for guarded ones.
+    """Looks at the gradients of each step of an optimizer that has no guard, from `start` to `stop`.
 
     Args:
         optimizers: Those of the handle, with their guards.

@@ -50,7 +50,7 @@ class OverflowTrace:
     Attributes:
         always: As given.
         all: The overflows, the last `keeps`.
-        recorder: Keeps what a step that failed is run again from.
+        recorder: Records the calls of each step, so that a step that overflowed can run again.
         listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
     """
@@ -132,7 +132,8 @@ class OverflowTrace:
         if isinstance(found.verdict, NotLocated):
             found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
         found = replace(found, iteration=None if late else self._steps - 1)
-        if found.module is None or not isinstance(found.verdict, ScaleSearch):
+        is_located = found.module is not None and not isinstance(found.verdict, NotLocated)
+        if not is_located or not (self.always or isinstance(found.verdict, ScaleSearch)):
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
         log.log(level, "%s", found)
@@ -162,7 +163,8 @@ class OverflowTrace:
             return found
         modules = [module for record in step.records if (module := record.module()) is not None]
         if several_processes() and any(unwrapped(module) is not module for module in modules):
-            return Overflow(Communication())
+            advice = "trace overflows on all ranks, and look at what the other ranks log"
+            return Overflow(Communication(), suggestion=advice)
         if not step.records:
             return unlocated("no call of a module was recorded in this step")
         return unlocated("run again, the step gave finite gradients")

@@ -78,15 +78,14 @@ class OpRange:
             "module": self.site.module,
             "location": self.site.location,
             "errors": {name: error if math.isfinite(error) else "inf" for name, error in self.errors.items()},
-            **self.values.to_dict(0),
+            **self.values.to_dict(),
         }
 
 
 class ValueProfile(OperatorObserver):
     """The exponents of values as a program computes them, within a ``with`` statement.
 
-    Values that half precision has made 0 or inf are counted as such. Gradients are
-    counted when an optimizer steps.
+    Values that half precision has made 0 or inf are counted as such. Gradients are counted when an optimizer steps.
 
     Args:
         observation: Knows where calls are made.

@@ -136,6 +136,7 @@ class Replay:
     Attributes:
         record: As given.
         scale: As given.
+        half_dtype: That of the program's `torch.autocast` region around the call, or else that of the handle.
         root: The model, without its wrapper.
         inspector: Looked at the forward pass.
         outputs: The results; None for one without a floating dtype.
@@ -151,6 +152,7 @@ class Replay:
     def __init__(self, record: Record, casts: Casts, scale: float = 1.0, *, wide: bool = False) -> None:
         self.record = record
         self.scale = scale
+        self.half_dtype = record.autocast or casts.dtype
         self._casts = casts
         self.root = root = _root_of(record)
         args, kwargs = map_tensors(record.inputs, lambda kept: kept.detach().requires_grad_(kept.requires_grad))

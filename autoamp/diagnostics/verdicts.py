@@ -90,7 +90,7 @@ class NotLocated(OverflowVerdict):
 
     Attributes:
         why: What stands in the way.
-        watched: For so many steps from here on more is taken note of.
+        watched: How many of the next steps are watched, so that an overflow in them can be located.
     """
 
     kind: ClassVar[str] = "not_located"
@@ -138,7 +138,7 @@ class Overflow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values under the names of the attributes; ``verdict`` is a mapping with its details."""
-        found = {"kind": self.kind, **asdict(self)}
+        found = {"kind": self.kind, **asdict(self, dict_factory=_with_lists)}
         return {**found, "verdict": {"type": type(self.verdict).__name__, **found["verdict"]}}
 
     def __str__(self) -> str:
@@ -191,6 +191,11 @@ class Overflow:
         parts.append(f"at {self.location}" if self.location else "")
         parts.append(f"(parameter {self.parameter})" if self.parameter else "")
         return " ".join(part for part in parts if part)
+
+
+def _with_lists(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dictionary with lists in place of tuples, as JSON has them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
 def _sizes(sizes: tuple[float, ...]) -> str:

@@ -112,7 +112,9 @@ def train(
 def found_in(handle: autoamp.Handle) -> Overflow:
     found = handle.last_overflow
     assert found is not None
-    assert json.loads(json.dumps(found.to_dict()))["kind"] == found.kind
+    values = found.to_dict()
+    assert values["kind"] == found.kind
+    assert json.loads(json.dumps(values)) == values
     return found
 
 
@@ -384,6 +386,40 @@ def test_a_gradient_that_no_list_can_help_is_said_to_be_so() -> None:
     assert isinstance(found.verdict, HalfPrecisionOp)
     assert (found.op, found.fp32_names) == ("float", ())
     assert "make the loss smaller" in str(found.suggestion)
+
+
+def cast_by_the_program(h: Tensor) -> Tensor:
+    return (h.float() * 1e6).half()
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        (cast_by_the_program, "compute it in fp32"),
+        (overflowing_in_fp32, "in a form that stays finite"),
+        (root_of_zero, "in a form that stays finite"),
+    ],
+)
+def test_a_finding_without_an_entry_has_a_suggestion(fault: Callable[[Tensor], Tensor], advice: str) -> None:
+    found = found_in(train(Net(fault)))
+    assert advice in str(found.suggestion)
+    assert found.fp32_names == ()
+
+
+@pytest.mark.parametrize("in_module", [False, True])
+def test_a_gradient_that_overflows_in_bf16_alone_is_said_to_do_so(in_module: bool) -> None:
+    """The largest values are 3.390e38 in bf16 and 3.403e38 in fp32."""
+    net = nn.Sequential(nn.Linear(4, 4), Faulty(lambda h: h.bfloat16().float() if in_module else h.bfloat16()))
+    nn.init.zeros_(net[0].weight)
+    nn.init.zeros_(net[0].bias)
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0001, trace_overflow=True)
+    take_step(
+        handle, net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: (out.float() * 3.399e38).sum(),
+        torch.full((1, 4), 0.01),
+    )  # fmt: skip
+    found = found_in(handle)
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+    assert (found.phase, found.verdict.dtype) == ("backward", "bfloat16")
 
 
 # -- models --
@@ -670,6 +706,22 @@ def test_a_loss_that_overflows_later_is_located_at_the_next_overflow(precision: 
     assert (second.iteration, second.op, second.phase) == (6, "pow", "forward")
     assert second.location == line_of(loss, "pow(4)")
     assert second.kind == {"half": "half_precision_op", "fp32": "not_finite_in_fp32"}[precision]
+
+
+@pytest.mark.parametrize(
+    ("fault", "watched"), [(squared, [True, False, False]), (not_seen, [True, True, True])], ids=["located", "not"]
+)
+def test_ops_of_the_loss_are_watched_after_an_overflow_that_was_not_located(
+    fault: Callable[[Tensor], Tensor], watched: list[bool]
+) -> None:
+    seen = []
+
+    def loss(out: Tensor) -> Tensor:
+        seen.append(torch_private.in_function_mode())
+        return mean_square(out)
+
+    train(Net(fault), loss=loss, steps=3)
+    assert seen == watched
 
 
 class Passing(TorchFunctionMode):

@@ -103,7 +103,7 @@ class StepCheck:
         names = _wrong_gradients(half, half.in_fp32)
         if not names:
             return None
-        overflow = origin.in_half_precision("forward")
+        overflow = origin.in_half_precision("forward", half.half_dtype)
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
         return Fault(step, sentence, replace(overflow, iteration=step, parameter=names[0]))
