@@ -131,10 +131,10 @@ class Recorder:
 
     Args:
         casts: How threads cast.
-        always: Whether all steps are recorded, and the first one watched. Else only those that are watched are.
+        always: Whether all steps are recorded, and the first one watched. If False, only watched steps are recorded.
 
     Attributes:
-        step: What was recorded of the step at hand. That of the last step stays until the next call or loss.
+        step: The records of the current step. After a step has ended they stay until the next module call or loss.
         watched_steps: In so many steps from here on ops outside of module calls are watched.
         paused: Whether nothing is kept, as in a step that runs again.
     """
