@@ -1157,6 +1157,7 @@ def test_on_one_of_two_ranks(tmp_path: Path) -> None:
     assert (clean[0], faulty[0]) == (1, 1)
     assert clean[1]["verdict"] == {"type": Communication.__name__}
     assert clean[1]["iteration"] == 1
+    assert "trace overflows on all ranks" in clean[1]["suggestion"]
     assert faulty[1]["kind"] == "half_precision_op"
     assert (faulty[1]["op"], faulty[1]["phase"]) == ("mul", "forward")
     assert faulty[1]["location"] == f"{script.name}:9"
