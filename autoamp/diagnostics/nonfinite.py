@@ -140,7 +140,7 @@ class NonFiniteSteps:
         step = self.overflows.recorder.step
         if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
             # The program's own scaler has found the gradients to be finite.
-            self._check(optimizer, (), step.losses, waits=False)
+            self._check(optimizer, (), [loss for loss in step.losses if loss.numel() == 1], waits=False)
         if self._is_checked(optimizer):
             return
         params = stepped_params(optimizer)
@@ -255,5 +255,8 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
     local = [local_of(tensor) for tensor in (*grads, *losses)]
     if not local:
         return None
+    if not grads:
+        # 0, or nan where a loss is inf or nan. On a GPU a norm takes more kernels, and copies.
+        return functools.reduce(torch.add, ((loss - loss).to(local[0].device) for loss in local))
     norm_type = 2.0 if all(tensor.is_cpu for tensor in local) else torch.inf
     return total_norm(local, norm_type).isfinite().logical_not()
