@@ -120,7 +120,7 @@ class Origin:
         # The advice for an op that no list can name, such as a cast or a function of the program.
         advice = "compute it in fp32, or make its values smaller"
         if phase == "backward":
-            advice = "make the loss smaller, or let what makes the half tensor run in fp32: its gradient is too large"
+            advice = "its gradient is too large: make the loss smaller, or run the op that makes it in fp32"
         entry = fp32_entry(self.site.names, self.site.in_place)
         return replace(found, suggestion=entry or advice, fp32_names=self.site.names)
 

@@ -88,7 +88,7 @@ class OverflowTrace:
         self.recorder.note_loss(loss, scale)
 
     def step_begins(self) -> None:
-        """Hear that an optimizer is called: what was recorded is of its step."""
+        """Hear that an optimizer is called, which ends the recorded step."""
         self._steps += 1
         self.recorder.end_step()
 
