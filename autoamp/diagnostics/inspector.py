@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, SupportsFloat
 
 import torch
@@ -41,6 +43,8 @@ from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import function_of_node, insert_function_mode, is_transformed, remove_function_mode
 
 __all__ = ["Backward", "Inspector", "OpWatch", "Origin", "fp32_sum", "have_same_memory", "nonfinite_value"]
+
+log = logging.getLogger(__name__)
 
 _AUTOAMP = __name__.partition(".")[0]
 # With these a program writes -inf on purpose, as into the masked scores of an attention.
@@ -86,6 +90,31 @@ class Site:
     def place(self) -> tuple[Any, ...]:
         """The op, the module and the line."""
         return self.op, self.module, self.location
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that is about to run.
+
+    Attributes:
+        func: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        caller: The frame that calls it.
+        name: Its bare name.
+        inputs: The floating tensors that it reads.
+        flawed: Those of them that hold inf or nan.
+        sizes: The largest absolute value of each other one.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    caller: FrameType
+    name: str
+    inputs: list[Tensor]
+    flawed: list[Tensor]
+    sizes: tuple[float, ...]
 
 
 @dataclass(eq=False)
@@ -197,7 +226,15 @@ class Inspector(TorchFunctionMode):
         # Nodes of ops that the mode did not see.
         self._unseen: set[Any] = set()
 
-    def made_by_call(self, origin: Origin, func: Any, args: Any, kwargs: Any) -> None:
+    def looks_at(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether to look at a call with these arguments. A subclass overrides this."""
+        return True
+
+    def guarded(self) -> contextlib.AbstractContextManager[None, bool]:
+        """Return the context in which to look on. A subclass overrides this, to let no error through."""
+        return contextlib.suppress()  # noqa: B022
+
+    def made_by_call(self, origin: Origin, call: Call) -> None:
         """A call made inf or nan of finite values. A subclass overrides this."""
 
     def made_by_node(self, origin: Origin, node: Any, got: Sequence[Any], gave: Sequence[Any]) -> None:
@@ -237,12 +274,22 @@ class Inspector(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not _are_plain((args, kwargs)):
+        if not self.looks_at(args, kwargs):
             return func(*args, **kwargs)
         # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
         # is Tensor.mul here. A replacement that it called has done its part before.
-        func = original_of(func)
-        caller = sys._getframe(1)
+        func, caller, call = original_of(func), sys._getframe(1), None
+        with self.guarded():
+            call = self._begin(func, args, kwargs, caller)
+        if call is None:
+            return func(*args, **kwargs)
+        result = func(*call.args, **call.kwargs)
+        with self.guarded():
+            return self._end(call, result)
+        return result
+
+    def _begin(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Call:
+        """Look at a call that is about to run."""
         name = bare_name(func)
         inputs = _read_by(func, name, args, kwargs)
         flawed = [tensor for tensor in inputs if nonfinite_value(tensor)]
@@ -250,7 +297,11 @@ class Inspector(TorchFunctionMode):
         if self._wide:
             args, kwargs = _widened(func, args, kwargs)
         sizes = _largest([tensor for tensor in inputs if all(tensor is not one for one in flawed)])
-        result = func(*args, **kwargs)
+        return Call(func, args, kwargs, caller, name, inputs, flawed, sizes)
+
+    def _end(self, call: Call, result: Any) -> Any:
+        """Look at the result of a call, and return it, or what is in its place in fp32."""
+        args, name, caller, inputs = call.args, call.name, call.caller, call.inputs
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
         narrows = name in CASTS and bool(outputs) and outputs[0].dtype in HALF_DTYPES
         if self._wide and narrows and inputs and inputs[0] is args[0]:
@@ -261,7 +312,7 @@ class Inspector(TorchFunctionMode):
             return result
         site = Site(
             name, self.path_of_module(), program_line(caller), outputs[0].dtype,
-            names=spelled_at(name, func, user_frame(caller)), in_place=_writes_in_place(func),
+            names=spelled_at(name, call.func, user_frame(caller)), in_place=_writes_in_place(call.func),
         )  # fmt: skip
         if name in CASTS and str(caller.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP:
             site.in_cast = True
@@ -272,16 +323,14 @@ class Inspector(TorchFunctionMode):
                 if (cast := self._cast_sites.pop(tensor, None)) is not None:
                     cast.op, cast.names, cast.in_place = name, site.names, site.in_place
         self.take_nodes(outputs, site)
-        for origin in self._follow(site, name, flawed, sizes, outputs):
-            self.made_by_call(origin, func, args, kwargs)
+        for origin in self._follow(site, call, outputs):
+            self.made_by_call(origin, call)
         return result
 
-    def _follow(
-        self, site: Site, name: str, flawed: Sequence[Tensor], sizes: tuple[float, ...], outputs: Sequence[Tensor]
-    ) -> list[Origin]:
+    def _follow(self, site: Site, call: Call, outputs: Sequence[Tensor]) -> list[Origin]:
         """Follow inf and nan through a call. Returns the origins that are the call itself."""
-        given = sorted((self.origin_of(tensor) for tensor in flawed), key=lambda origin: origin.intended)
-        nan_came = nonfinite_value(*flawed) == "nan"
+        given = sorted((self.origin_of(tensor) for tensor in call.flawed), key=lambda origin: origin.intended)
+        nan_came = nonfinite_value(*call.flawed) == "nan"
         site.source = given[0] if given else None
         made = []
         for output in outputs:
@@ -296,8 +345,8 @@ class Inspector(TorchFunctionMode):
                 origin = replace(data[0], intended=False)
                 self.origins.append(origin)
             else:
-                intended = name in _WRITERS and value != "nan"
-                origin = Origin(site, value, sizes, output.detach(), intended)
+                intended = call.name in _WRITERS and value != "nan"
+                origin = Origin(site, value, call.sizes, output.detach(), intended)
                 self.origins.append(origin)
                 made.append(origin)
             self._origin_of[output] = origin
@@ -368,6 +417,11 @@ def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
+def _fp32_copy(tensor: Tensor) -> Tensor:
+    """Return a copy, a half tensor in fp32. An op may write to it, as batch_norm does to its statistics."""
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor.clone()
+
+
 def _floating(value: Any) -> list[Tensor]:
     """Return the floating tensors in nested arguments whose values can be looked at."""
     found = (one for one in iter_tensors(value) if one.is_floating_point() and one.layout is torch.strided)
@@ -432,6 +486,10 @@ class Backward:
         is_function = function_of_node(node) is not None
         if is_function:
             TorchFunctionMode.__exit__(self._inspector, None, None, None)
+        with self._inspector.guarded():
+            self._look_at(node, gave, got, is_function)
+
+    def _look_at(self, node: Any, gave: Any, got: Any, is_function: bool) -> None:
         given = _floating(got)
         result = NodeResult(nonfinite_value(*given), nonfinite_value(*_floating(gave)), _largest(given))
         self.results[node] = result
@@ -480,8 +538,22 @@ class OpWatch(Inspector):
         self._nodes: list[Origin] = []
         self._backward: Backward | None = None
         self._scale = 1.0
+        self._is_over = False
         # Why each origin is not finite. An origin has no entry if it is not known whether fp32 would be finite.
         self._verdicts: dict[Origin, type[OverflowVerdict]] = {}
+
+    def looks_at(self, args: Any, kwargs: Any) -> bool:
+        """Tell whether to look at a call: not if a compiler, a transform or a library deals with its tensors."""
+        return not torch.compiler.is_compiling() and not self._is_over and _are_plain((args, kwargs))
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:  # type: ignore[override]
+        """Log an error in what looks on, and end the watch: the program goes on."""
+        try:
+            yield
+        except Exception:
+            self._is_over = True
+            log.debug("ops outside of module calls are no longer watched in this step", exc_info=True)
 
     def resume(self, outputs: object) -> None:
         """Watch from now on: a module call has ended, with these outputs. Its own ops were not looked at."""
@@ -494,38 +566,45 @@ class OpWatch(Inspector):
 
     def begin_backward(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Look at a loss, and at its backward pass, which is about to run."""
-        self.end()
-        self.take_nodes(loss)
-        if nonfinite_value(loss):
-            self._losses.append(self.origin_of(loss))
-        self._scale = float(scale)
-        self._backward = Backward(self).__enter__()
+        self._end_backward()
+        with self.guarded():
+            self.take_nodes(loss)
+            if nonfinite_value(loss):
+                self._losses.append(self.origin_of(loss))
+            self._scale = float(scale)
+            self._backward = Backward(self)
+            self._backward.__enter__()
 
     def end(self) -> None:
-        """Watch no more: the step has ended."""
+        """Watch no more: the step has ended. A mode that looks on in another thread looks at nothing from now on."""
+        self._is_over = True
+        self._end_backward()
+
+    def _end_backward(self) -> None:
         self.pause()
         if self._backward is not None:
             self._backward.__exit__()
 
     # -- an op or a node runs once more --
 
-    def made_by_call(self, origin: Origin, func: Any, args: Any, kwargs: Any) -> None:
+    def made_by_call(self, origin: Origin, call: Call) -> None:
         """Run an op that made inf or nan once more, in fp32."""
         assert origin.site is not None
         if origin.site.op in CASTS:
             self._verdicts[origin] = HalfPrecisionOp
             return
-        if "out" in kwargs or origin.site.in_place or str(getattr(func, "__name__", "")).startswith("__i"):
+        if "out" in call.kwargs or origin.site.in_place or str(getattr(call.func, "__name__", "")).startswith("__i"):
             return
-        devices = [one.device for one in iter_tensors((args, kwargs)) if one.is_cuda][:1]
+        devices = [one.device for one in iter_tensors((call.args, call.kwargs)) if one.is_cuda][:1]
         with (
             contextlib.suppress(Exception),
             torch.no_grad(),
             self._casts.switched(False, forced_off=True),
             torch.random.fork_rng(devices),
         ):
-            wide = func(*map_tensors(args, _to_fp32), **map_tensors(kwargs, _to_fp32))
-            self._note_fp32(origin, nonfinite_value(*_floating(wide)) is None)
+            outputs = _floating(call.func(*map_tensors(call.args, _fp32_copy), **map_tensors(call.kwargs, _fp32_copy)))
+            if outputs:
+                self._note_fp32(origin, nonfinite_value(*outputs) is None)
 
     def made_by_node(self, origin: Origin, node: Any, got: Sequence[Any], gave: Sequence[Any]) -> None:
         """Run a node that made inf or nan once more, at a scale of 1 and by gradients that any half dtype holds."""
