@@ -17,7 +17,6 @@ import platform
 import sys
 import sysconfig
 import types
-import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,10 +38,9 @@ __all__ = ["Capsule", "CapsuleWriter", "load_capsule", "versions"]
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 4
+_FORMAT = 5
 # Packages that are not put into the file, wherever they lie.
 _INSTALLED = frozenset(("autoamp", "autoamp_command", "autoamp_kernels", "autoamp_startup", "cloudpickle", "torch"))
-_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError)
 
 
 class Capsule(NamedTuple):
@@ -53,7 +51,6 @@ class Capsule(NamedTuple):
         text: The same as a sentence.
         versions: Of autoamp, torch and Python, by name.
         records: The module calls of the step.
-        modules: Their models, which the records refer to weakly.
         precisions: The modules that ran in a precision of their own, and which.
         settings: Those of the run's handle.
         scale: The loss scale of the step.
@@ -63,7 +60,6 @@ class Capsule(NamedTuple):
     text: str
     versions: dict[str, str]
     records: list[Record]
-    modules: list[Module]
     precisions: list[tuple[Module, Any]]
     settings: Any
     scale: float
@@ -112,10 +108,13 @@ class CapsuleWriter:
         path = self._free_path(f"step-{found.iteration}-{found.op or found.kind}")
         try:
             self._write(path, found, records, scale)
-        except (OSError, *_UNPICKLABLE) as error:
-            # The program goes on without it. On a full disk a part of the file is there.
+        except BaseException as error:
+            # A part of the file may be there.
             path.unlink(missing_ok=True)
-            log.warning("no capsule of step %s: %s", found.iteration, error)
+            if not isinstance(error, Exception):
+                raise
+            # Code of the program's own, such as a `__getstate__`, raises anything.
+            log.warning("no capsule of step %s: %s: %s", found.iteration, type(error).__name__, error)
         else:
             log.warning("run the step again with: autoamp replay %s", path)
 
@@ -176,10 +175,9 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         first = str(error).partition("\n")[0]
         raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {versions}") from None
     records = [_record_of(parts) for parts in loaded["records"]]
-    modules = [parts["module"] for parts in loaded["records"]]
     return Capsule(
-        finding["overflow"], finding["text"], finding["versions"], records, modules, loaded["precisions"],
-        loaded["settings"], loaded["scale"],
+        finding["overflow"], finding["text"], finding["versions"], records, loaded["precisions"], loaded["settings"],
+        loaded["scale"],
     )  # fmt: skip
 
 
@@ -192,16 +190,14 @@ def versions() -> dict[str, str]:
 def _parts_of(record: Record) -> dict[str, Any]:
     """Return the attributes of a record, by name. The versions of tensors are those of this process."""
     parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    module = record.module()
-    assert module is not None
     changed = {name: map_tensors(parts[name], _compact) for name in ("inputs", "gradients")}
-    return {**parts, **changed, "module": unwrapped(module), "versions": []}
+    return {**parts, **changed, "module": unwrapped(record.module), "versions": []}
 
 
 def _record_of(parts: dict[str, Any]) -> Record:
-    """Return a record of what `_parts_of` returned; its module lives as long as ``parts``."""
+    """Return a record of what `_parts_of` returned."""
     versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(parts["inputs"])]
-    return Record(**{**parts, "module": weakref.ref(parts["module"]), "versions": versions})
+    return Record(**{**parts, "versions": versions})
 
 
 def _compact(tensor: Tensor) -> Tensor:

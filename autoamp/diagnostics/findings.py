@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from autoamp.diagnostics.op_names import fp32_entry
 from autoamp.diagnostics.records import Record, RecordedStep
 from autoamp.diagnostics.replay import CannotReplay, Replay
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, NotLocated, Overflow, ScaleSearch
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, iter_tensors
 
 __all__ = ["first_cause", "unlocated"]
 
@@ -38,7 +37,7 @@ def first_cause(step: RecordedStep, casts: Casts, scale: float) -> Overflow | No
     # Findings that are harmless as a rule, by the number of the call.
     suspects: dict[int, Overflow] = {}
     in_backward = None
-    for record in sorted(step.records, key=operator.attrgetter("number")):
+    for record in step.records:
         try:
             call = Replay(record, casts, scale)
         except (CannotReplay, RuntimeError):
@@ -120,7 +119,7 @@ def _origin_of(call: Replay, number: int, intended: bool) -> Origin | None:
 
 def _is_finite_at_one(call: Replay) -> bool:
     """Tell whether all gradients are finite at a loss scale of 1: no inf of the forward pass is to blame then."""
-    return call.scale > 1.0 and not nonfinite_value(*call.record.gradients.values()) and not call.backward(1.0)
+    return call.scale > 1.0 and not nonfinite_value(*iter_tensors(call.record.gradients)) and not call.backward(1.0)
 
 
 def _forward_cause(origin: Origin, in_fp32: Origin | None, wide: Replay) -> Overflow:
@@ -169,7 +168,7 @@ def _gradient_finding(call: Replay) -> Overflow | None:
     """Return the finding for gradients that hold inf or nan; None if all are finite."""
     if call.record.too_large:
         return unlocated("the gradients at the outputs are too large to keep; use explain_overflow()")
-    value = nonfinite_value(*call.record.gradients.values())
+    value = nonfinite_value(*iter_tensors(call.record.gradients))
     if value is not None:
         return _loss_finding(call, value)
     try:
@@ -184,12 +183,12 @@ def _gradient_finding(call: Replay) -> Overflow | None:
 
 def _loss_finding(call: Replay, value: str) -> Overflow:
     """Return the finding for gradients that hold inf or nan as they come from the loss to a call."""
-    wide = [one for one in call.record.gradients.values() if one.dtype not in HALF_DTYPES]
+    wide = [one for one in iter_tensors(call.record.gradients) if one.dtype not in HALF_DTYPES]
     if call.scale > 1.0 and value == "inf" and not nonfinite_value(*wide):
         # No half tensor can hold it. If a lower scale does not help, the next step tells.
         return Overflow(ScaleSearch(), phase="backward")
     return unlocated(
-        f"the gradients hold {value} where they come to {type(call.record.module()).__name__}, and the ops between its "
+        f"the gradients hold {value} where they come to {type(call.record.module).__name__}, and the ops between its "
         "call and the loss were not watched in this step"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -66,6 +67,8 @@ class OverflowTrace:
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
+        # Of the optimizers whose steps were heard of.
+        self._skips: weakref.WeakSet[Skips] = weakref.WeakSet()
 
     @property
     def last(self) -> Overflow | None:
@@ -74,8 +77,12 @@ class OverflowTrace:
 
     @property
     def wants_flags(self) -> bool:
-        """Whether verdicts are to be read at each step, since an overflow was not located in time."""
-        return self.recorder.watched_steps > 0
+        """Whether the verdict on this step is to be read at once: its ops are watched."""
+        return self.recorder.step.is_watched
+
+    @property
+    def _is_recorded(self) -> bool:
+        return self.always or self.recorder.step.is_watched
 
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
@@ -96,10 +103,14 @@ class OverflowTrace:
         self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
     ) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
+        self._skips.add(skips)
         if not skipped or scale is None:
+            # Another optimizer may step by the same calls, and be skipped.
+            if not late and len(self._skips) == 1:
+                self.recorder.step.records.clear()
             return None
         is_fixed = next_scale is not None and next_scale >= scale
-        if not self.recorder.armed:
+        if not self._is_recorded:
             searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
             # Within torch.compile what records and explains would be compiled, again and again.
             if (is_fixed or searched) and not torch.compiler.is_dynamo_compiling() and not compiler_callback():
@@ -123,7 +134,7 @@ class OverflowTrace:
         Args:
             late: Whether it was taken earlier, and others may have been since.
         """
-        if not self.recorder.armed:
+        if not self._is_recorded:
             self.recorder.watched_steps = WATCHED_STEPS
             return None
         return self._noted(self._explain(self.recorder.step, 1.0, late), late, logging.DEBUG)
@@ -161,8 +172,7 @@ class OverflowTrace:
             return unlocated(f"running the step again raised {type(error).__name__}: {error}")
         if found is not None:
             return found
-        modules = [module for record in step.records if (module := record.module()) is not None]
-        if several_processes() and any(unwrapped(module) is not module for module in modules):
+        if several_processes() and any(unwrapped(record.module) is not record.module for record in step.records):
             advice = "trace overflows on all ranks, and look at what the other ranks log"
             return Overflow(Communication(), suggestion=advice)
         if not step.records:

@@ -8,12 +8,14 @@ the outputs and the loss do not run again; they are watched in some steps (see `
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
+import logging
 import math
+import operator
 import random
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
@@ -31,9 +33,20 @@ from autoamp.torch_private import compiled_graphs, current_graph_task
 
 __all__ = ["Record", "RecordedStep", "Recorder", "random_states", "set_random_states"]
 
+log = logging.getLogger(__name__)
+
 # Of one step: the bytes of gradients at outputs, and the number of calls and losses.
 _MAX_BYTES = 2**28
 _MAX_RECORDS = 256
+
+
+@contextlib.contextmanager
+def _no_errors() -> Iterator[None]:
+    """Log an error in a ``with`` statement instead of raising it: the program goes on."""
+    try:
+        yield
+    except Exception:
+        log.debug("a module call is not recorded", exc_info=True)
 
 
 def random_states() -> tuple[Any, ...]:
@@ -52,12 +65,12 @@ def set_random_states(states: tuple[Any, ...]) -> None:
     numpy.random.set_state(of_numpy)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Record:
     """One outermost module call.
 
     Attributes:
-        module: The module, by a weak reference.
+        module: The module. The record keeps it alive: a loss module may be made for one call.
         inputs: Its arguments and keyword arguments. A tensor has no graph, and requires gradients if it did.
         versions: The tensors among them, each with the number of writes to it so far.
         random: The random states before the call.
@@ -65,11 +78,11 @@ class Record:
         autocast: The dtype of the `torch.autocast` region that it was in, if any.
         number: The number of the call in its step, from 1.
         outputs: The fp32 sum of each floating output; None for another output.
-        gradients: The gradients that came back, by the number of the output: the sum over all losses of the step.
+        gradients: The gradients that came back, one of each backward pass, by the number of the output.
         too_large: Whether gradients came back that are too large to keep.
     """
 
-    module: weakref.ref[Module]
+    module: Module
     inputs: tuple[Any, dict[str, Any]]
     versions: list[tuple[Tensor, int | None]]
     random: tuple[Any, ...]
@@ -77,7 +90,7 @@ class Record:
     autocast: torch.dtype | None
     number: int
     outputs: list[Tensor | None] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
     too_large: bool = False
 
     @property
@@ -95,13 +108,14 @@ class RecordedStep:
     """What is recorded of a step.
 
     Attributes:
-        records: The module calls.
+        records: The module calls, in their order.
         losses: The losses, without their graph. If steps are not recorded, those of one element.
         unscaled: The losses that have one element and no loss scale.
         ops: The ops outside of module calls, if they are watched.
         calls: The number of module calls.
         free: How many more bytes may be kept.
         scaled: The number of losses that were scaled and whose backward pass has not begun.
+        is_watched: Whether ops outside of module calls are watched.
         ended: Whether an optimizer was called.
     """
 
@@ -112,7 +126,12 @@ class RecordedStep:
     calls: int = 0
     free: float = _MAX_BYTES
     scaled: int = 0
+    is_watched: bool = False
     ended: bool = False
+
+    def add(self, record: Record) -> None:
+        """Add a record. Gradients come back to the last call first."""
+        bisect.insort(self.records, record, key=operator.attrgetter("number"))
 
     def has_room_for(self, size: int) -> bool:
         """Tell whether so many bytes may be kept, and count them."""
@@ -134,14 +153,14 @@ class Recorder:
         always: Whether all steps are recorded, and the first one watched. If False, only watched steps are recorded.
 
     Attributes:
-        step: The records of the current step. After a step has ended they stay until the next module call or loss.
+        step: The records of the current step. Those of a skipped step stay until the next module call or loss.
         watched_steps: In so many steps from here on ops outside of module calls are watched.
         paused: Whether nothing is kept, as in a step that runs again.
     """
 
     def __init__(self, casts: Casts, *, always: bool) -> None:
-        self.step = RecordedStep()
         self.watched_steps = int(always)
+        self.step = RecordedStep(is_watched=always)
         self.paused = False
         self._always = always
         self._casts = casts
@@ -155,15 +174,17 @@ class Recorder:
 
     def end_step(self) -> None:
         """An optimizer is called: what was recorded is of its step."""
+        # Several optimizers may step by the same calls.
+        if self.step.is_watched and not self.step.ended:
+            self.watched_steps -= 1
         self.step.ended = True
-        self.watched_steps = max(0, self.watched_steps - 1)
         if self.step.ops is not None:
             self.step.ops.end()
 
     def drop(self) -> None:
         """Drop what was recorded."""
         self.end_step()
-        self.step = RecordedStep()
+        self.step = RecordedStep(ended=True)
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[RecordedStep]:
@@ -171,7 +192,7 @@ class Recorder:
         if self.step.ops is not None:
             self.step.ops.pause()
         before = self.step, self.watched_steps, self.paused, self._graphs
-        self.step, self.watched_steps, self.paused = RecordedStep(free=math.inf), 1, False
+        self.step, self.watched_steps, self.paused = RecordedStep(free=math.inf, is_watched=True), 1, False
         self._graphs = compiled_graphs()
         self._watch(())
         try:
@@ -183,7 +204,7 @@ class Recorder:
     def _open_step(self) -> RecordedStep:
         """Return the step at hand: a new one after the last has ended."""
         if self.step.ended:
-            self.step = RecordedStep()
+            self.step = RecordedStep(is_watched=self.watched_steps > 0)
         return self.step
 
     def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
@@ -234,10 +255,18 @@ class Recorder:
         return current_graph_task() == -1
 
     def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
-        """Begin the record of a module call."""
-        step, self._inside.call = self._open_step(), True
-        if step.ops is not None:
-            step.ops.pause()
+        """Begin the record of a module call. It raises nothing."""
+        record = None
+        with _no_errors():
+            record = self._begin(module, args, kwargs)
+        self._inside.call = True
+        return record
+
+    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record | None:
+        # If a step ended in another thread, its watch still looks at the ops of this one.
+        if self.step.ops is not None:
+            self.step.ops.pause()
+        step = self._open_step()
         on_gpu = torch.cuda.is_initialized()
         if step.calls >= _MAX_RECORDS or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return None
@@ -254,15 +283,18 @@ class Recorder:
         inputs = map_tensors(args, keep), map_tensors(kwargs, keep) if kwargs else kwargs
         kind = self._casts.device_type
         return Record(
-            weakref.ref(module), inputs, versions, random_states(), self._casts.switches(),
+            module, inputs, versions, random_states(), self._casts.switches(),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None, step.calls,
         )  # fmt: skip
 
     def end(self, record: Record | None, outputs: Any) -> None:
-        """End the record of a module call."""
+        """End the record of a module call. It raises nothing."""
         self._inside.call = False
-        if record is None or outputs is None:
-            return
+        with _no_errors():
+            if record is not None and outputs is not None:
+                self._end(record, outputs)
+
+    def _end(self, record: Record, outputs: Any) -> None:
         has_graph = False
         for number, output in enumerate(iter_tensors(outputs)):
             if not output.is_floating_point() or output.layout is not torch.strided:
@@ -275,31 +307,31 @@ class Recorder:
                 has_graph = True
         self._watch(outputs)
         if not has_graph and self.step.has_room_for(sum(tensor.nbytes for tensor, _ in record.versions)):
-            self.step.records.append(record)
+            self.step.add(record)
 
     def _watch(self, outputs: Any) -> None:
         """Watch ops from now on, in the main thread, unless torch.compile has made code."""
         in_main_thread = threading.current_thread() is threading.main_thread()
-        if self.watched_steps and in_main_thread and compiled_graphs() == self._graphs:
+        if self.step.is_watched and in_main_thread and compiled_graphs() == self._graphs:
             self.step.ops = self.step.ops or OpWatch(self._casts)
             self.step.ops.resume(outputs)
 
     def _arrived(self, record: Record, output: int, place: int, gradients: Sequence[Any]) -> None:
         """Keep the gradient that came back to an output, in its place among those of its node."""
-        step, gradient = self.step, gradients[place]
-        # A pass before any loss is scaled, as for a penalty on gradients, is a part of the forward pass.
-        if self.paused or step.ended or not step.losses:
-            return
-        if record not in step.records:
-            # What came back in an earlier step is not of this one.
-            record.gradients, record.too_large = {}, False
-            step.records.append(record)
-        if gradient is None:
-            return
-        if not step.has_room_for(gradient.nbytes):
-            record.too_large = True
-            return
-        # Under create_graph=True it has a graph of its own.
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        earlier = record.gradients.get(output)
-        record.gradients[output] = gradient if earlier is None else earlier.float() + gradient.float()
+        with _no_errors():
+            step, gradient = self.step, gradients[place]
+            # A pass before any loss is scaled, as for a penalty on gradients, is a part of the forward pass.
+            if self.paused or step.ended or not step.losses:
+                return
+            if record not in step.records:
+                # What came back in an earlier step is not of this one.
+                record.gradients, record.too_large = {}, False
+                step.add(record)
+            if gradient is None:
+                return
+            if not step.has_room_for(gradient.nbytes):
+                record.too_large = True
+                return
+            # Under create_graph=True it has a graph of its own.
+            gradient = gradient.detach() if gradient.requires_grad else gradient
+            record.gradients.setdefault(output, []).append(gradient)

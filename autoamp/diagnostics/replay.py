@@ -195,9 +195,9 @@ class Replay:
         """
         self.results, self.watch = {}, Backward(self.inspector)
         pairs = [
-            # In half precision a small factor would be 0.
-            (output, (gradient.float() * (scale / self.scale)).to(output.dtype))
-            for number, gradient in self.record.gradients.items()
+            # In half precision a small factor would be 0, and a sum may overflow.
+            (output, (torch.stack(gradients).sum(0, dtype=torch.float32) * (scale / self.scale)).to(output.dtype))
+            for number, gradients in self.record.gradients.items()
             if (output := self.outputs[number]) is not None and output.requires_grad
         ]
         if pairs and self.leaves:
@@ -215,14 +215,11 @@ class Replay:
 
 def _root_of(record: Record) -> Module:
     """Return the model of a recorded call, without its wrapper."""
-    module = record.module()
-    if module is None:
-        raise CannotReplay("the model is gone")
-    if (why := _why_unfit(module)) is not None:
+    if (why := _why_unfit(record.module)) is not None:
         raise CannotReplay(why)
     if record.written_to():
         raise CannotReplay("inputs of the model were written to")
-    return unwrapped(module)
+    return unwrapped(record.module)
 
 
 def _is_same(before: Tensor | None, output: Tensor | None) -> bool:

@@ -16,7 +16,7 @@ from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.records import Record
 from autoamp.diagnostics.replay import CannotReplay, Replay
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, iter_tensors
 
 __all__ = ["Fault", "StepCheck"]
 
@@ -92,7 +92,7 @@ class StepCheck:
 
     def _fault_of_call(self, step: int, record: Record) -> Fault | None:
         """Return the first op of a call that overflows in half precision, if that changes gradients."""
-        if nonfinite_value(*record.gradients.values()):
+        if nonfinite_value(*iter_tensors(record.gradients)):
             return None
         half = Replay(record, self._handle.casts)
         origin = next((one for one in half.inspector.origins if _overflows_in_half(one)), None)

@@ -1,0 +1,230 @@
+"""Overflows in programs of unusual forms. They are located, and the watch neither raises nor leaves anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoamp import torch_private
+from autoamp.diagnostics import HalfPrecisionOp, NotLocated, ScaleSearch
+from autoamp.scaling import DynamicLossScaler
+from tests.diagnostics.test_overflow import (
+    BIG_TIMES_BIG,
+    Net,
+    found_in,
+    line_of,
+    mean_square,
+    squared,
+    started,
+    take_step,
+    train,
+)
+
+
+def inline_mse(out: Tensor) -> Tensor:
+    """Call a loss module that nothing refers to after the call."""
+    loss: Tensor = nn.MSELoss()(out.float(), torch.zeros(5, 4))
+    return loss
+
+
+class Marked(Tensor):
+    """A subclass, as libraries have for images."""
+
+
+# -- modules, losses and tensors --
+
+
+def test_a_loss_module_made_for_one_call() -> None:
+    factor = [1e-3]
+
+    def data(x: Tensor, step: int) -> Tensor:
+        # In the first step ops are watched, which would tell.
+        factor[0] = 100.0 if step else 1e-3
+        return x
+
+    net = Net(lambda h: h.half().mul(factor[0]).float())
+    found = found_in(train(net, scale=DynamicLossScaler(2.0**16), loss=inline_mse, data=data, steps=2))
+    assert isinstance(found.verdict, ScaleSearch), str(found)
+    assert found.iteration == 1
+
+
+@pytest.mark.parametrize("factors", [(1.0, 1e-6), (1.0, -1.0)])
+def test_gradients_of_two_losses_that_are_too_large_for_half(factors: tuple[float, float]) -> None:
+    handle, net = started(DynamicLossScaler(2.0**24)), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    # In the first step ops are watched, which would tell.
+    for size in (1e-9, 1.0):
+        out = net(torch.randn(5, 4))
+        for factor in factors:
+            with handle.scale_loss(out.float().sum() * factor * size, optimizer) as scaled:
+                scaled.backward(retain_graph=True)
+        optimizer.step()
+    found = found_in(handle)
+    assert isinstance(found.verdict, ScaleSearch), str(found)
+    assert found.iteration == 1
+
+
+@pytest.mark.parametrize("marked", ["input", "parameters"])
+def test_a_model_of_tensors_of_a_subclass(marked: str) -> None:
+    net = Net(squared)
+    if marked == "parameters":
+        for module in net.modules():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(param.detach().as_subclass(Marked)))
+    found = found_in(train(net, data=lambda x, step: x.as_subclass(Marked) if marked == "input" else x))
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+    assert found.location == BIG_TIMES_BIG
+
+
+# -- which steps are explained --
+
+
+@pytest.mark.parametrize(("step", "explained"), [(8, True), (9, False)])
+def test_eight_steps_after_a_skip_are_explained(step: int, explained: bool) -> None:
+    number = [0]
+
+    def data(x: Tensor, at: int) -> Tensor:
+        number[0] = at
+        return x
+
+    net = Net(lambda h: squared(h) if number[0] in (0, step) else h)
+    handle = train(net, data=data, steps=step + 1, traced=False)
+    assert handle.skipped_steps == 2
+    assert [found.iteration for found in handle.overflows] == ([step] if explained else [])
+
+
+def test_the_eight_steps_of_two_optimizers_that_step_by_the_same_calls() -> None:
+    handle, faulty = started(traced=False), [True]
+    net = Net(lambda h: squared(h) if faulty[0] else h)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (net.first, net.last)]
+    for step in range(9):
+        faulty[0] = step in (0, 8)
+        with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizers) as scaled:
+            scaled.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [found.location for found in handle.overflows] == [BIG_TIMES_BIG] * 2
+
+
+# -- what stays --
+
+
+def test_a_clean_step_keeps_neither_its_inputs_nor_its_model_alive() -> None:
+    handle, net, data = started(), Net(), numpy.ones((5, 4), dtype=numpy.float32)
+    references = weakref.ref(net), weakref.ref(data)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(2):
+        take_step(handle, net, optimizer, x=torch.from_numpy(data))
+    assert handle.skipped_steps == 0
+    del net, data
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_a_watch_ends_if_another_thread_steps() -> None:
+    handle, net = started(), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def update(loss: Tensor) -> None:
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    with ThreadPoolExecutor(1) as worker:
+        for _ in range(2):
+            worker.submit(update, mean_square(net(torch.randn(5, 4)))).result()
+    assert not torch_private.in_function_mode()
+
+
+def test_an_op_that_writes_to_its_arguments_writes_once() -> None:
+    x, mean = torch.randn(5, 4), torch.zeros(4)
+
+    def loss(out: Tensor) -> Tensor:
+        normed = F.batch_norm(x, mean, torch.ones(4), torch.full((4,), 3e38), training=True)
+        return mean_square(out) * normed.abs().sum()
+
+    handle = train(Net(), loss=loss)
+    assert handle.skipped_steps == 1
+    torch.testing.assert_close(mean, 0.1 * x.mean(0))
+
+
+def test_a_value_that_the_program_writes_is_not_said_to_be_finite_in_fp32() -> None:
+    def loss(out: Tensor) -> Tensor:
+        mask = torch.zeros(4)
+        mask[0] = float("-inf")
+        return (out.float() + mask).square().mean()
+
+    found = found_in(train(Net(), loss=loss))
+    assert isinstance(found.verdict, NotLocated), str(found)
+    assert found.location == line_of(loss, "mask[0]")
+
+
+# -- errors in what looks on --
+
+
+class Unrecordable(Tensor):
+    """Raises where a record is to refer to it."""
+
+    def detach(self) -> Any:
+        raise RuntimeError("no detach")
+
+
+def test_a_call_that_cannot_be_recorded() -> None:
+    handle, net = started(), Net(lambda h: h.as_subclass(Tensor))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    take_step(handle, net, optimizer, x=torch.randn(5, 4).as_subclass(Unrecordable))
+    net.faulty.fault = squared
+    take_step(handle, net, optimizer)
+    assert found_in(handle).location == BIG_TIMES_BIG
+
+
+def test_an_op_that_cannot_be_looked_at() -> None:
+    """Torch has no largest value of float8."""
+
+    def loss(out: Tensor) -> Tensor:
+        return mean_square(out.float().to(torch.float8_e4m3fn).float())
+
+    handle = train(Net(), loss=loss, scale=1.0)
+    assert not torch_private.in_function_mode()
+    assert handle.last_overflow is None
+
+
+class OwnState(nn.Linear):
+    """Raises as it is pickled."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 300 * 400)
+
+    def __getstate__(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return super().__getstate__()
+
+
+@pytest.mark.parametrize("error", [None, KeyError("state"), MemoryError(), KeyboardInterrupt()])
+def test_a_capsule_of_any_program(
+    error: BaseException | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of a loss module made for one call, and of modules that raise as they are pickled."""
+    net = OwnState(4, 4)
+    net.error = error
+
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext():
+        train(net, loss=inline_mse, capsule=tmp_path)
+    assert len(list(tmp_path.iterdir())) == (error is None)
+    if isinstance(error, Exception):
+        assert f"no capsule of step 0: {type(error).__name__}" in caplog.text
