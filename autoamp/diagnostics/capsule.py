@@ -171,9 +171,9 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         loaded = torch.load(step, weights_only=False)
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         # As of a capsule of CUDA tensors on a machine without, or of a package that is not installed here.
-        versions = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
+        writer = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
         first = str(error).partition("\n")[0]
-        raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {versions}") from None
+        raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {writer}") from None
     records = [_record_of(parts) for parts in loaded["records"]]
     return Capsule(
         finding["overflow"], finding["text"], finding["versions"], records, loaded["precisions"], loaded["settings"],
@@ -196,8 +196,8 @@ def _parts_of(record: Record) -> dict[str, Any]:
 
 def _record_of(parts: dict[str, Any]) -> Record:
     """Return a record of what `_parts_of` returned."""
-    versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(parts["inputs"])]
-    return Record(**{**parts, "versions": versions})
+    writes = [(tensor, version_of(tensor)) for tensor in iter_tensors(parts["inputs"])]
+    return Record(**{**parts, "versions": writes})
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -173,7 +173,7 @@ class Recorder:
         return self._always or self.watched_steps > 0
 
     def end_step(self) -> None:
-        """An optimizer is called: what was recorded is of its step."""
+        """Mark the step as ended, subtract it from `watched_steps` if it was watched, and end the watch of its ops."""
         # Several optimizers may step by the same calls.
         if self.step.is_watched and not self.step.ended:
             self.watched_steps -= 1
