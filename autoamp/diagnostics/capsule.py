@@ -7,7 +7,6 @@ model with its code, the arguments and the settings. It is loaded last: loading 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
@@ -19,6 +18,7 @@ import sysconfig
 import types
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,15 +125,15 @@ class CapsuleWriter:
         return next(path for path in paths if not path.exists())
 
     def _write(self, path: Path, found: Overflow, records: Sequence[Record], scale: float) -> None:
-        parts = [_parts_of(record) for record in records]
-        modules = dict.fromkeys(module for one in parts for module in one["module"].modules())
+        kept = [_kept(record) for record in records]
+        modules = dict.fromkeys(module for record in kept for module in record.module.modules())
         precisions = [(module, given.value) for module in modules if (given := self._precision_of(module)) is not None]
-        step = {"records": parts, "precisions": precisions, "settings": self._settings, "scale": scale}
+        step = {"records": kept, "precisions": precisions, "settings": self._settings, "scale": scale}
         finding = {
             "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions(),
         }  # fmt: skip
         weights = {tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))}
-        size = sum(tensor.nbytes for tensor in (*weights, *iter_tensors([one["inputs"] for one in parts])))
+        size = sum(tensor.nbytes for tensor in (*weights, *iter_tensors([record.inputs for record in kept])))
         log.warning("writing %s, %.1f MiB: it holds the weights and inputs of the step", path, size / 2**20)
         with zipfile.ZipFile(path, "w") as archive, _own_code_by_value() as cloudpickle:
             archive.writestr("finding.json", json.dumps(finding))
@@ -174,10 +174,11 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         writer = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
         first = str(error).partition("\n")[0]
         raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {writer}") from None
-    records = [_record_of(parts) for parts in loaded["records"]]
+    for record in loaded["records"]:
+        record.versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(record.inputs)]
     return Capsule(
-        finding["overflow"], finding["text"], finding["versions"], records, loaded["precisions"], loaded["settings"],
-        loaded["scale"],
+        finding["overflow"], finding["text"], finding["versions"], loaded["records"], loaded["precisions"],
+        loaded["settings"], loaded["scale"],
     )  # fmt: skip
 
 
@@ -187,17 +188,10 @@ def versions() -> dict[str, str]:
     return {"autoamp": ours, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def _parts_of(record: Record) -> dict[str, Any]:
-    """Return the attributes of a record, by name. The versions of tensors are those of this process."""
-    parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    changed = {name: map_tensors(parts[name], _compact) for name in ("inputs", "gradients")}
-    return {**parts, **changed, "module": unwrapped(record.module), "versions": []}
-
-
-def _record_of(parts: dict[str, Any]) -> Record:
-    """Return a record of what `_parts_of` returned."""
-    writes = [(tensor, version_of(tensor)) for tensor in iter_tensors(parts["inputs"])]
-    return Record(**{**parts, "versions": writes})
+def _kept(record: Record) -> Record:
+    """Return a record as the file has it. The versions of tensors are those of this process."""
+    inputs, gradients = map_tensors(record.inputs, _compact), map_tensors(record.gradients, _compact)
+    return replace(record, module=unwrapped(record.module), inputs=inputs, gradients=gradients, versions=[])
 
 
 def _compact(tensor: Tensor) -> Tensor:
