@@ -93,8 +93,8 @@ class Site:
 
 
 @dataclass(eq=False)
-class Call:
-    """A call that is about to run.
+class InspectedCall:
+    """A call that is about to run, as an inspector sees it.
 
     Attributes:
         func: The function.
@@ -234,7 +234,7 @@ class Inspector(TorchFunctionMode):
         """Return the context in which to look on. A subclass overrides this, to let no error through."""
         return contextlib.suppress()  # noqa: B022
 
-    def made_by_call(self, origin: Origin, call: Call) -> None:
+    def made_by_call(self, origin: Origin, call: InspectedCall) -> None:
         """A call made inf or nan of finite values. A subclass overrides this."""
 
     def made_by_node(self, origin: Origin, node: Any, got: Sequence[Any], gave: Sequence[Any]) -> None:
@@ -288,7 +288,7 @@ class Inspector(TorchFunctionMode):
             return self._end(call, result)
         return result
 
-    def _begin(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> Call:
+    def _begin(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> InspectedCall:
         """Look at a call that is about to run."""
         name = bare_name(func)
         inputs = _read_by(func, name, args, kwargs)
@@ -297,9 +297,9 @@ class Inspector(TorchFunctionMode):
         if self._wide:
             args, kwargs = _widened(func, args, kwargs)
         sizes = _largest([tensor for tensor in inputs if all(tensor is not one for one in flawed)])
-        return Call(func, args, kwargs, caller, name, inputs, flawed, sizes)
+        return InspectedCall(func, args, kwargs, caller, name, inputs, flawed, sizes)
 
-    def _end(self, call: Call, result: Any) -> Any:
+    def _end(self, call: InspectedCall, result: Any) -> Any:
         """Look at the result of a call, and return it, or what is in its place in fp32."""
         args, name, caller, inputs = call.args, call.name, call.caller, call.inputs
         outputs = _floating(result) or ([args[0]] if name == "setitem" and isinstance(args[0], Tensor) else [])
@@ -327,7 +327,7 @@ class Inspector(TorchFunctionMode):
             self.made_by_call(origin, call)
         return result
 
-    def _follow(self, site: Site, call: Call, outputs: Sequence[Tensor]) -> list[Origin]:
+    def _follow(self, site: Site, call: InspectedCall, outputs: Sequence[Tensor]) -> list[Origin]:
         """Follow inf and nan through a call. Returns the origins that are the call itself."""
         given = sorted((self.origin_of(tensor) for tensor in call.flawed), key=lambda origin: origin.intended)
         nan_came = nonfinite_value(*call.flawed) == "nan"
@@ -587,7 +587,7 @@ class OpWatch(Inspector):
 
     # -- an op or a node runs once more --
 
-    def made_by_call(self, origin: Origin, call: Call) -> None:
+    def made_by_call(self, origin: Origin, call: InspectedCall) -> None:
         """Run an op that made inf or nan once more, in fp32."""
         assert origin.site is not None
         if origin.site.op in CASTS:
