@@ -13,19 +13,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import first_cause, unlocated
+from autoamp.diagnostics.inspector import nonfinite_value
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.records import Record, RecordedStep, Recorder
-from autoamp.diagnostics.replay import CannotReplay, KeptState, Rehearsal, unwrapped
+from autoamp.diagnostics.replay import CannotReplay, KeptState, gradients_of, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
+from autoamp.errors import UsageError
+from autoamp.patching import PatchSet
+from autoamp.scaling import scaled_loss
 from autoamp.stepping import Skips, several_processes
 from autoamp.torch_private import compiler_callback
 
@@ -179,30 +184,32 @@ class OverflowTrace:
             return unlocated("no call of a module was recorded in this step")
         return unlocated("run again, the step gave finite gradients")
 
-    def explain_step(
-        self, step: Callable[[], object], scale: float, use: Callable[[Rehearsal | None], None]
-    ) -> Overflow | None:
-        """Run a step of the program, and return what overflows in it; None if nothing does.
+    def explain_loss(self, compute_loss: Callable[[], object], scale: float) -> Overflow | None:
+        """Compute a loss and its gradients, and return what overflows; see `autoamp.runtime.Handle.explain_overflow`.
 
         Args:
-            step: Computes a loss, and returns it or runs its backward pass, scaled as the program does or not at all.
+            compute_loss: Returns the loss.
             scale: The loss scale.
-            use: Lets ``scale_loss`` and optimizers use a rehearsal; None ends that.
         """
-        rehearsal, found = Rehearsal(self.recorder, scale), None
         with self.apart() as state, self.recorder.one_step() as recorded:
-            use(rehearsal)
+            patches = PatchSet()
+            patches.replace(torch.autograd, "backward", _refuse_backward)
             try:
-                rehearsal.run(step)
-            except CannotReplay as error:
-                found = unlocated(str(error))
+                loss = compute_loss()
             finally:
-                use(None)
+                patches.restore()
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                raise _no_loss(f"returned a {type(loss).__name__} without a graph")
+            self.recorder.note_loss(loss, scale)
+            try:
+                gradients = gradients_of(reached_by([loss])[0], [scaled_loss(loss, scale)])
+            except CannotReplay as error:
+                return replace(unlocated(str(error)), loss_scale=scale)
+            if not nonfinite_value(loss, *gradients):
+                return None
             # The calls run again from the state in which the step began.
             state.restore()
-            if rehearsal.overflowed:
-                found = self._explain(recorded, scale)
-        return None if found is None else replace(found, loss_scale=scale)
+            return replace(self._explain(recorded, scale), loss_scale=scale)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[KeptState]:
@@ -219,6 +226,17 @@ class OverflowTrace:
             state.restore()
             self._casts.cache.clear()
             self.recorder.paused = paused
+
+
+def _no_loss(what: str) -> UsageError:
+    return UsageError(
+        "explain_overflow() takes a function that returns the loss before its backward pass, as in "
+        f"explain_overflow(lambda: loss_fn(model(x), y)), and this one {what}"
+    )
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> None:
+    raise _no_loss("ran a backward pass")
 
 
 def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Overflow:

@@ -67,8 +67,6 @@ class OwnScaler:
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self.stepping or not self_.is_enabled() or _is_compiling():
                 return original(self_, optimizer, *args, **kwargs)
-            if self._optimizers.rehearsal is not None:
-                raise self._optimizers.rehearsal.step_reached()
             self._optimizers.counts.own_scale = _LazyScale(self_)
             self.stepping, self._called, self._flag = True, False, None
             try:

@@ -1,8 +1,4 @@
-"""Runs recorded module calls again, and on demand a step of the program.
-
-The step is a function of the program. While it runs, its losses are scaled by a given scale, its backward passes leave
-no gradients, and it ends where an optimizer is called.
-"""
+"""Runs recorded module calls again, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,23 +6,21 @@ import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import Backward, Inspector, Origin, fp32_sum, nonfinite_value
-from autoamp.diagnostics.records import Record, Recorder, random_states, set_random_states
-from autoamp.patching import PatchSet
-from autoamp.scaling import is_sharded, scaled_loss
+from autoamp.diagnostics.records import Record, random_states, set_random_states
+from autoamp.scaling import is_sharded
 from autoamp.stepping import several_processes
 from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = ["CannotReplay", "KeptState", "Rehearsal", "Replay", "unwrapped"]
+__all__ = ["CannotReplay", "KeptState", "Replay", "gradients_of", "unwrapped"]
 
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
@@ -42,8 +36,8 @@ class CannotReplay(Exception):
     """A step cannot run again. The message says why."""
 
 
-def _gradients_of(
-    leaves: Sequence[Tensor], roots: Sequence[Tensor], given: Sequence[Tensor | None] | None
+def gradients_of(
+    leaves: Sequence[Tensor], roots: Sequence[Tensor], given: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of leaves by those of roots, and keep the graph.
 
@@ -203,7 +197,7 @@ class Replay:
         if pairs and self.leaves:
             roots, given = zip(*pairs, strict=True)
             with self.watch:
-                found = _gradients_of(list(self.leaves.values()), roots, given)
+                found = gradients_of(list(self.leaves.values()), roots, given)
             self.results = {name: one for name, one in zip(self.leaves, found, strict=True) if one is not None}
         self.flawed = {name: self.leaves[name] for name, one in self.results.items() if nonfinite_value(one)}
         return self.flawed
@@ -229,78 +223,3 @@ def _is_same(before: Tensor | None, output: Tensor | None) -> bool:
     value = output.detach()
     rough = 1e-2 * float(value.float().abs().sum().nan_to_num(0.0, posinf=0.0))
     return torch.allclose(fp32_sum(value), before, rtol=0.0, atol=rough, equal_nan=True)
-
-
-class _StepReached(BaseException):
-    """Leaves a step at its ``optimizer.step()``, or after a backward pass with inf or nan."""
-
-
-class Rehearsal:
-    """One run of a step; see `autoamp.stepping.Rehearsing`.
-
-    Args:
-        recorder: Records the step.
-        scale: The loss scale.
-
-    Attributes:
-        passes: The number of backward passes.
-        overflowed: Whether a loss or a gradient holds inf or nan.
-    """
-
-    def __init__(self, recorder: Recorder, scale: float) -> None:
-        self.passes = 0
-        self.overflowed = False
-        self._recorder = recorder
-        self._scale = scale
-        self._scaled: set[Tensor] = set()
-
-    def run(self, step: Callable[[], Any]) -> None:
-        """Run a step, and the backward pass of the loss that it returns if it ran none.
-
-        Raises:
-            CannotReplay: A backward pass raised, or there was none.
-        """
-        patches = PatchSet()
-        patches.replace(torch.autograd, "backward", self._backward)
-        try:
-            result = step()
-            if not self.passes and isinstance(result, Tensor) and result.requires_grad:
-                self.backward(result)
-        except _StepReached:
-            pass
-        finally:
-            patches.restore()
-        if not self.passes:
-            raise CannotReplay("the step neither returned a loss nor ran a backward pass")
-
-    def scaled(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
-        """Give a loss multiplied by the scale, as ``scale_loss`` does."""
-        return contextlib.nullcontext(self._scaled_loss(loss))
-
-    def backward(self, loss: Tensor) -> None:
-        """Scale a loss and run its backward pass."""
-        self._backward(self._scaled_loss(loss))
-
-    def step_reached(self) -> BaseException:
-        """Return what leaves the step where an optimizer is called."""
-        return _StepReached()
-
-    def _scaled_loss(self, loss: Tensor) -> Tensor:
-        self.overflowed = self.overflowed or nonfinite_value(loss) is not None
-        self._recorder.note_loss(loss, self._scale)
-        scaled = scaled_loss(loss, self._scale)
-        self._scaled.add(scaled)
-        return scaled
-
-    def _backward(self, tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass that leaves no gradients: what `torch.autograd.backward` does in a rehearsal."""
-        roots = [root if root in self._scaled else self._scaled_loss(root) for root in iter_tensors(tensors)]
-        given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
-        leaves = reached_by(roots)[0]
-        if not leaves:
-            return
-        self.passes += 1
-        found = _gradients_of(leaves, roots, given)
-        if self.overflowed or nonfinite_value(*found):
-            self.overflowed = True
-            raise _StepReached

@@ -130,9 +130,6 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             retain_graph: As for ``Tensor.backward``.
         """
         runtime = current_runtime()
-        if runtime is not None and runtime.optimizers.rehearsal is not None:
-            runtime.optimizers.rehearsal.backward(loss)
-            return
         if runtime is not None and runtime.optimizers.watch is not None:
             runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -404,29 +403,25 @@ class BaseHandle:
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
-        """Run a step of the program and return what overflows in it.
+        """Compute a loss and its gradients, and return what overflows in that.
 
-        The step runs once, at the current loss scale. If it overflows, the calls of its modules run again, at lower
-        loss scales and in fp32. Random generators, buffers and gradients are restored afterwards, and no optimizer
-        steps. ``trace_overflow`` is not needed.
+        The gradients are those at the current loss scale. If there is an overflow, the calls of modules run again, at
+        lower loss scales and in fp32. Random generators, buffers and the gradients of parameters are afterwards what
+        they were. ``trace_overflow`` is not needed.
 
         Args:
-            step_fn: Computes the loss, and returns it or runs its backward pass as the program does: in ``scale_loss``,
-                by ``FP16_Optimizer.backward``, or directly. Code after an ``optimizer.step()`` in it does not run.
+            step_fn: Computes and returns the loss, unscaled. It runs neither its backward pass nor an optimizer.
 
         Returns:
             The first overflow; None if there is none.
 
         Raises:
-            UsageError: The handle is not active, or this is called inside ``step_fn``.
+            UsageError: The handle is not active, or ``step_fn`` returns no loss or runs a backward pass.
         """
         run = self._active_runtime
         if not self.settings.enabled:
             return None
-        if run.optimizers.rehearsal is not None:
-            raise UsageError("explain_overflow() was called within a step that is being explained; call it outside")
-        scale = run.optimizers.counts.loss_scale(self.loss_scale)
-        return run.overflows.explain_step(step_fn, scale, functools.partial(setattr, run.optimizers, "rehearsal"))
+        return run.overflows.explain_loss(step_fn, run.optimizers.counts.loss_scale(self.loss_scale))
 
     @property
     def max_consecutive_skips(self) -> int:

@@ -85,7 +85,6 @@ class PatchedTorch:
             self.in_place = True
         self._registered, self.skipped_rules = list(registered), expansion.skipped
         self._steps.start(self._patches)
-        # After the hook that ends a rehearsed step.
         run.nonfinite.start()
         if settings.table.modules:
             self.step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))

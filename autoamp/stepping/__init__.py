@@ -13,7 +13,7 @@ from autoamp.stepping.optimizer_steps import OptimizerSteps, has_other_guard
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import Rehearsing, Skips, StepWatch
+from autoamp.stepping.skips import Skips, StepWatch
 from autoamp.stepping.usage_checks import ClippingWatch
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "MasterWeights",
     "OptimizerSteps",
     "OverflowCheck",
-    "Rehearsing",
     "ScalesItself",
     "Skips",
     "StepGuard",

@@ -90,8 +90,6 @@ class OptimizerSteps:
 
     def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
-        if self._optimizers.rehearsal is not None:
-            raise self._optimizers.rehearsal.step_reached()
         guard = self._optimizers.guard_of(optimizer)
         if guard is None and not has_other_guard(optimizer):
             guard = self._guard_at_step(optimizer, args[0] if args else kwargs.get("closure"))
@@ -127,8 +125,6 @@ class OptimizerSteps:
         """Look at a step that went past its class, and refuse it if it went past its guard as well."""
         if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._running:
             return
-        if self._optimizers.rehearsal is not None:
-            raise self._optimizers.rehearsal.step_reached()
         self._refuse_past_guard(optimizer)
 
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

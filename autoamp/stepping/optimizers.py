@@ -22,7 +22,7 @@ from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import OwnSteps, Rehearsing, Skips, StepCounts, StepWatch
+from autoamp.stepping.skips import OwnSteps, Skips, StepCounts, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
 __all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
@@ -65,7 +65,6 @@ class GuardedOptimizers:
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: Hears of losses, steps and skips, for diagnostics; None for nobody.
-        rehearsal: Takes the losses and the steps of a step that is rehearsed, while that runs.
         on_stepped: Called with what is known of an optimizer's steps after each of them, with None for an optimizer
             whose losses nobody scales; None where nobody asks.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
@@ -81,7 +80,6 @@ class GuardedOptimizers:
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.max_consecutive_skips = 50
         self.watch: StepWatch | None = None
-        self.rehearsal: Rehearsing | None = None
         self.on_stepped: Callable[[Skips | None], None] | None = None
         self.on_unguarded: Callable[[Any], None] | None = None
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
@@ -96,9 +94,6 @@ class GuardedOptimizers:
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        if self.rehearsal is not None:
-            guard.skips.steps -= 1
-            raise self.rehearsal.step_reached()
         self.counts.step_begins(guard.skips)
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
@@ -202,8 +197,6 @@ class GuardedOptimizers:
             raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
-        if self.rehearsal is not None:
-            return self.rehearsal.scaled(loss)
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         for guard in guards:
             guard.scaled = True
@@ -231,9 +224,6 @@ class GuardedOptimizers:
 
     def note_own(self, skips: Skips, scaler: LossScaler) -> None:
         """Take note of an optimizer that scales its loss itself. Nobody waits for the device."""
-        if self.rehearsal is not None:
-            skips.steps -= 1
-            raise self.rehearsal.step_reached()
         self.counts.own = self.counts.own or OwnSteps()
         self.counts.own.scalers[skips] = scaler
         self.counts.last = skips

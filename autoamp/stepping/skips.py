@@ -6,7 +6,6 @@ skip. Whoever asks waits for the device.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from autoamp.scaling import LossScaler, UnreadFlags
 
-__all__ = ["OwnSteps", "Rehearsing", "SkipOwner", "Skips", "StepCounts", "StepWatch"]
+__all__ = ["OwnSteps", "SkipOwner", "Skips", "StepCounts", "StepWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +54,6 @@ class SkipOwner(Protocol):
 
     def step_skipped(self) -> None:
         """Hear of each skip, as soon as it is known."""
-
-
-class Rehearsing(Protocol):
-    """What a step of the program is rehearsed by, which changes nothing."""
-
-    def scaled(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
-        """Scale a loss within a ``with`` statement."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Scale a loss and run its backward pass."""
-
-    def step_reached(self) -> BaseException:
-        """Return what is to be raised where an optimizer is called."""
 
 
 class Skips:

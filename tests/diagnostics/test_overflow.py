@@ -33,6 +33,7 @@ from autoamp.diagnostics import (
     ScaleSearch,
 )
 from autoamp.errors import NonFiniteGradientsError, UsageError
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle, current_runtime, runtime_of
 from autoamp.scaling import DynamicLossScaler, UnreadFlags
 from tests.launches import launched
@@ -684,8 +685,45 @@ def test_explain_a_loss_exactly() -> None:
     found = handle.explain_overflow(step)
     assert (found.op, found.location) == ("pow", line_of(step, "pow(2)"))
     assert handle.explain_overflow(lambda: mean_square(net(x))) is None
-    with pytest.raises(UsageError, match="within a step"):
-        handle.explain_overflow(lambda: handle.explain_overflow(step))
+
+
+@pytest.mark.parametrize(
+    "way", ["scale_loss", "backward", "FP16_Optimizer", "GradScaler", "NoneType", "float", "Tensor"]
+)
+def test_explain_takes_a_loss_before_its_backward_pass(way: str) -> None:
+    """What else is given is refused, and changes nothing."""
+    handle, net = started(traced=False), Net()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    if way == "FP16_Optimizer":
+        optimizer = FP16_Optimizer(optimizer)
+    before, scale = [param.clone() for param in net.parameters()], handle.loss_scale
+    returned: dict[str, Any] = {"NoneType": lambda loss: None, "float": Tensor.item, "Tensor": Tensor.detach}
+
+    def step() -> Any:
+        loss = mean_square(net(torch.randn(5, 4)))
+        if way in returned:
+            return returned[way](loss)
+        if way == "scale_loss":
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        elif way == "backward":
+            loss.backward()
+        elif way == "FP16_Optimizer":
+            optimizer.backward(loss)
+        else:
+            torch.amp.GradScaler("cpu").scale(loss).backward()
+        optimizer.step()
+        return loss
+
+    what = f"returned a {way} without a graph" if way in returned else "ran a backward pass"
+    with pytest.raises(UsageError, match=rf"returns the loss before its backward pass, .* this one {what}"):
+        handle.explain_overflow(step)
+    assert all(param.grad is None for param in net.parameters())
+    assert all(map(torch.equal, net.parameters(), before))
+    assert (handle.loss_scale, handle.stats["steps"], handle.stats["skipped"]) == (scale, 0, 0)
+    # The same training goes on.
+    take_step(handle, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert (handle.stats["steps"], handle.last_step_skipped) == (1, False)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "half"])
@@ -951,17 +989,13 @@ def test_it_changes_no_result(fault: Callable[[Tensor], Tensor]) -> None:
         def step() -> None:
             take_step(handle, net, optimizer, lambda out: mean_square(out) * 100.0)
 
-        def explained() -> None:
-            step()
-            raise AssertionError("the step is to end at the optimizer")
-
         for _ in range(6):
             step()
         assert handle.skipped_steps > 0
         result = net.state()
         optimizer.zero_grad()
         before, steps = net.state(), runtime_of(handle).optimizers.counts.steps
-        found = handle.explain_overflow(explained)
+        found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))) * 100.0)
         assert fault is not squared or found.location == BIG_TIMES_BIG
         assert are_equal(net.state(), before)
         assert runtime_of(handle).optimizers.counts.steps == steps
