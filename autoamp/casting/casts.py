@@ -91,6 +91,10 @@ class Casts:
         self.local.set_default(False, forced_off=True)
         self.cache.clear()
 
+    def step_ended(self) -> None:
+        """Drop the kept casts: an optimizer has changed the parameters."""
+        self.cache.clear()
+
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.on)

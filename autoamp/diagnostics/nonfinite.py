@@ -68,8 +68,6 @@ class NonFiniteSteps:
         action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
 
     Attributes:
-        overflows: As given.
-        action: As given.
         last_skipped: Whether the last step was left out.
         own_scaler: Counts the skips of the program's own `GradScaler`.
     """
@@ -79,8 +77,8 @@ class NonFiniteSteps:
     def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
         self._total = 0
         self.last_skipped = False
-        self.overflows = overflows
-        self.action = action
+        self._overflows = overflows
+        self._action = action
         self.own_scaler = OwnScaler(optimizers)
         self._optimizers = optimizers
         self._found: list[NonFiniteStep] = []
@@ -137,17 +135,17 @@ class NonFiniteSteps:
         """Look at the gradients or losses that an optimizer is about to step by."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        step = self.overflows.recorder.step
+        step = self._overflows.recorder.step
         if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
             # The program's own scaler has found the gradients to be finite.
             self._check(optimizer, (), [loss for loss in step.losses if loss.numel() == 1], waits=False)
         if self._is_checked(optimizer):
             return
         params = stepped_params(optimizer)
-        waits = self.action != "warn" or self.overflows.wants_flags
+        waits = self._action != "warn" or self._overflows.wants_flags
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
-        losses = [] if self.action != "warn" and several_processes() else step.unscaled
-        if self.action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
+        losses = [] if self._action != "warn" and several_processes() else step.unscaled
+        if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
             raise UsageError(
                 "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
                 "choose on_nonfinite='raise'"
@@ -178,7 +176,7 @@ class NonFiniteSteps:
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
             return
-        skips = self.action == "skip" and not self.own_scaler.stepping
+        skips = self._action == "skip" and not self.own_scaler.stepping
         self._take_note(NonFiniteStep(number, type(optimizer).__name__, tuple(names), skips), optimizer)
 
     def _is_checked(self, optimizer: Any) -> bool:
@@ -194,9 +192,9 @@ class NonFiniteSteps:
         self._in_a_row += 1
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or found.skipped:
-            found = replace(found, overflow=self.overflows.step_not_finite())
+            found = replace(found, overflow=self._overflows.step_not_finite())
         self._note(found)
-        if self.action == "raise":
+        if self._action == "raise":
             raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
         if found.skipped:
             # Without gradients the optimizer changes nothing.
@@ -218,7 +216,7 @@ class NonFiniteSteps:
             return
         # Looked for in the weights, as the gradients are those of a later step; once, as that waits for the device.
         names = () if self._found else tuple(non_finite(named_params(optimizer)))
-        overflow = None if self._found else self.overflows.step_not_finite(late=True)
+        overflow = None if self._found else self._overflows.step_not_finite(late=True)
         self._note(NonFiniteStep(number, type(optimizer).__name__, names, False, overflow))
 
     def _note(self, found: NonFiniteStep) -> None:
@@ -226,7 +224,7 @@ class NonFiniteSteps:
         if len(self._found) < self.keeps:
             self._found.append(found)
         place = None if found.overflow is None else found.overflow.place
-        if self.action != "raise" and place not in self._told:
+        if self._action != "raise" and place not in self._told:
             self._told |= {None, place}
             warn_user(f"{found}; {self._remedy(found)}. Others are counted")
 
@@ -239,8 +237,9 @@ class NonFiniteSteps:
             )
         elif found.overflow.suggestion is not None:
             advice = found.overflow.suggestion
-        more = "; on_nonfinite='skip' leaves such steps out, 'raise' stops before them" if self.action == "warn" else ""
-        return advice + more
+        if self._action == "warn":
+            advice += "; on_nonfinite='skip' leaves such steps out, 'raise' stops before them"
+        return advice
 
 
 def _is_vector_on_cpu(param: Tensor) -> bool:

@@ -72,6 +72,8 @@ class ModulePrecisions:
         self._class_rules = tuple(
             rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)
         )
+        # Their classes may be defined until the first step.
+        self._unchecked = self._class_rules
         self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._overrides: set[Override] = set()
@@ -109,10 +111,13 @@ class ModulePrecisions:
                 )
         return self._override({names[name]: precision for name, precision in chosen.items()})
 
-    def missing_classes(self) -> list[str]:
-        """Return what is wrong with rules on classes that waited for their definition, and are not there by now."""
-        faults = ((rule, _fault(rule.pattern, waits=False)) for rule in self._class_rules if rule not in self._matched)
-        return [f"{rule.origin}: {rule.pattern!r} under modules {fault}" for rule, fault in faults if fault is not None]
+    def warn_of_missing_classes(self) -> None:
+        """Warn once of rules on classes that are not defined, though a step has run and with it all that trains."""
+        waiting, self._unchecked = self._unchecked, ()
+        for rule in waiting:
+            fault = None if rule in self._matched else _fault(rule.pattern, waits=False)
+            if fault is not None:
+                warn_user(f"a rule has no effect: {rule.origin}: {rule.pattern!r} under modules {fault}")
 
     def unmatched(self) -> dict[str, str]:
         """Return the patterns that no module matched so far, each with a message for the user."""

@@ -141,7 +141,6 @@ class Region:
         self._entered: dict[int, list[contextlib.ExitStack]] = {}
 
     def __enter__(self) -> BaseHandle:
-        handle: BaseHandle
         needs_own = self._settings is None and handles.handle is None
         with contextlib.ExitStack() as block:
             if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):

@@ -119,7 +119,7 @@ class BaseHandle:
     @property
     def late_bound(self) -> tuple[str, ...]:
         """The names that other modules imported from torch before ``init()``, and that ``init()`` rebound."""
-        return self._runtime.patched.late_bound
+        return self._runtime.patched.patches.late_bound
 
     # -- diagnostics --
 
@@ -397,9 +397,8 @@ class BaseHandle:
         """
         run = self._runtime
         end = run.followers.follow(followers)
-        if not self.settings.enabled and not run.patched.step_hooks:
-            hook = register_optimizer_step_post_hook(lambda *_: run.followers.stepped(lambda: False))
-            run.patched.step_hooks.append(hook)
+        if not self.settings.enabled and run.step_hook is None:
+            run.step_hook = register_optimizer_step_post_hook(lambda *_: run.followers.stepped(lambda: False))
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
@@ -526,7 +525,7 @@ class BaseHandle:
         """
         guarded = self._active_runtime.optimizers
         if not self.settings.enabled:
-            optimizer.scale_loss = _unscaled
+            optimizer.scale_loss = lambda loss, delay_unscale=False: contextlib.nullcontext(loss)
             return optimizer
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
@@ -584,10 +583,6 @@ class NoOpHandle(BaseHandle):
 
     def __init__(self) -> None:
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0, enabled=False))
-
-
-def _unscaled(loss: Any, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext(loss)
 
 
 def runtime_of(handle: BaseHandle) -> Runtime:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoamp import modules, ops, torch_private
 from autoamp.errors import ListFileError, PatchError, warn_user
@@ -37,15 +36,14 @@ class PatchedTorch:
     Attributes:
         in_place: Whether torch is patched.
         skipped_rules: Rules of shipped list sets on ops that this torch lacks.
-        step_hooks: Hooks on the steps of all optimizers, to be removed with the patches.
+        patches: What was replaced.
     """
 
     def __init__(self, runtime: Any) -> None:
         self.in_place = False
         self.skipped_rules: tuple[CastRule, ...] = ()
-        self.step_hooks: list[Any] = []
         self._runtime = runtime
-        self._patches = PatchSet()
+        self.patches = PatchSet()
         self._compilers = CompilerTables()
         self._steps = OptimizerSteps(runtime.optimizers)
         self._registered: list[ops.Target] = []
@@ -53,12 +51,6 @@ class PatchedTorch:
         self._waiting: list[CastRule] = []
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[int, CastPolicy, int], tuple[ops.Target, Any]] = {}
-        self._classes_checked = False
-
-    @property
-    def late_bound(self) -> tuple[str, ...]:
-        """Names that other modules had taken from torch before ``init()``, and that were rebound."""
-        return self._patches.late_bound
 
     # -- putting patches in place, and taking them back --
 
@@ -70,33 +62,29 @@ class PatchedTorch:
         with _one_at_a_time:
             casts.open()
             try:
-                with self._patches.all_or_nothing():
+                with self.patches.all_or_nothing():
                     functions = self._patch_beside_lists()
                     # One target for each attribute, the last: a registration goes before the lists.
                     targets = {(id(one.parent), one.attribute): one for one in (*expansion.targets, *registered)}
                     self._patch_targets(targets.values(), functions)
                     for rule in expansion.deferred:
                         self._defer(rule)
-                    self._compilers.teach_dynamo(self._patches)
+                    self._compilers.teach_dynamo(self.patches)
             except BaseException:
                 casts.shut()
                 self._take_back()
                 raise
             self.in_place = True
         self._registered, self.skipped_rules = list(registered), expansion.skipped
-        self._steps.start(self._patches)
+        self._steps.start(self.patches)
         run.nonfinite.start()
-        if settings.table.modules:
-            self.step_hooks.append(register_optimizer_step_pre_hook(lambda *_: self._check_classes()))
-        if isinstance(casts, modules.ModuleCasts):
-            note_step = casts.note_step
-            self.step_hooks.append(register_optimizer_step_pre_hook(lambda *_: note_step()))
         run.auto_scaling.resume()
         log.log(
             # A program that has not set up logging shows warnings alone.
             logging.WARNING if settings.verbose else logging.DEBUG,
             "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
-            settings.dtype, settings.device_type, len(expansion.targets), len(self.late_bound), len(self.skipped_rules),
+            settings.dtype, settings.device_type, len(expansion.targets), len(self.patches.late_bound),
+            len(expansion.skipped),
         )  # fmt: skip
 
     def restore(self) -> tuple[str, ...]:
@@ -109,13 +97,12 @@ class PatchedTorch:
             run = self._runtime
             run.auto_scaling.pause()
             run.casts.shut()
-            self.remove_hooks()
             self._steps.stop()
             run.nonfinite.stop()
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
-        foreign = self._patches.restore()
+        foreign = self.patches.restore()
         self._compilers.forget()
         self._built.clear()
         self._waiting.clear()
@@ -127,11 +114,6 @@ class PatchedTorch:
             self.restore()
             self.patch(self._registered)
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks on the steps of all optimizers."""
-        while self.step_hooks:
-            self.step_hooks.pop().remove()
-
     def add(self, target: ops.Target) -> None:
         """Patch one more target, now and when torch is patched anew."""
         self._patch_more([target])
@@ -140,7 +122,7 @@ class PatchedTorch:
     # -- the rules of the table, and registrations --
 
     def _patch_more(self, targets: Iterable[ops.Target]) -> None:
-        with self._patches.all_or_nothing():
+        with self.patches.all_or_nothing():
             self._patch_targets(targets, {})
 
     def _patch_targets(self, targets: Iterable[ops.Target], functions: dict[int, tuple[Any, Any]]) -> None:
@@ -149,11 +131,11 @@ class PatchedTorch:
         for target in targets:
             if target.rule.policy is not CastPolicy.NONE:
                 replacement = self._replacement(target)
-                self._patches.replace(target.parent, target.attribute, replacement)
+                self.patches.replace(target.parent, target.attribute, replacement)
                 pairs.append((target, replacement))
         if self._runtime.settings.rebind:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
-            self._patches.rebind({**wanted, **functions}, ops.owns_its_names)
+            self.patches.rebind({**wanted, **functions}, ops.owns_its_names)
         for target, replacement in pairs:
             name_by(replacement, target.module, target.qualname)
 
@@ -191,7 +173,7 @@ class PatchedTorch:
 
         parts = rule.target.split(".")
         for end in range(1, len(parts)):
-            self._patches.when_imported(".".join(parts[:end]), imported)
+            self.patches.when_imported(".".join(parts[:end]), imported)
 
     # -- what is on no list --
 
@@ -204,7 +186,7 @@ class PatchedTorch:
                 continue
             original = original_of(inspect.getattr_static(owner, name))
             replacement = builder(original)
-            self._patches.replace(owner, name, replacement)
+            self.patches.replace(owner, name, replacement)
             if isinstance(owner, types.ModuleType):
                 self._compilers.add(original, replacement)
                 functions[id(original)] = (original, replacement)
@@ -246,13 +228,6 @@ class PatchedTorch:
         return run.observation.watched_modules(call) if run.observation.observers else call
 
     # -- rules without effect --
-
-    def _check_classes(self) -> None:
-        """At the first step, warn of classes in lists that waited for their definition: what trains is defined now."""
-        if not self._classes_checked:
-            self._classes_checked = True
-            for message in self._runtime.precisions.missing_classes():
-                warn_user(f"a rule has no effect: {message}")
 
     def unmatched_rules(self) -> dict[str, str]:
         """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""

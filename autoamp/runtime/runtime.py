@@ -29,7 +29,7 @@ from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import GuardedOptimizers
+from autoamp.stepping import GuardedOptimizers, Skips
 
 __all__ = ["Runtime"]
 
@@ -53,6 +53,7 @@ class Runtime:
         counts: What `Handle.count` began last; None before.
         followers: Functions that are called after steps of guarded optimizers.
         auto_scaling: What `Handle.auto_scale` starts.
+        step_hook: Calls the followers of a disabled handle, once it has some.
     """
 
     def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
@@ -63,14 +64,14 @@ class Runtime:
         )
         self.optimizers.runtime = self
         self._apply(settings)
-        self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
         self.followers = Followers()
-        self.optimizers.on_stepped = lambda skips: self.followers.stepped(lambda: skips is not None and skips.last)
+        self.optimizers.on_stepped = self._stepped
         self.patched = PatchedTorch(self)
         self.auto_scaling = AutoScale(self.optimizers)
         self.counts: Counts | None = None
         self.recording: Recording | None = None
         self.ended = False
+        self.step_hook: Any = None
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def _casts_for(self, settings: Settings, on: bool) -> Casts:
@@ -87,6 +88,11 @@ class Runtime:
             kept = replace(settings, capsule=None, loss_scale=None)
             self.overflows.capsules = CapsuleWriter(settings.capsule, kept, self.precisions.of)
         self.optimizers.watch = self.overflows
+        self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
+
+    def _stepped(self, skips: Skips | None) -> None:
+        self.precisions.warn_of_missing_classes()
+        self.followers.stepped(lambda: skips is not None and skips.last)
 
     @property
     def casts(self) -> Casts:
@@ -122,7 +128,8 @@ class Runtime:
         """
         foreign = self._end_diagnostics()
         self.ended = True
-        self.patched.remove_hooks()
+        if self.step_hook is not None:
+            self.step_hook.remove()
         self.precisions.undo_all()
         self.optimizers.release()
         self.models.restore()
@@ -151,7 +158,6 @@ class Runtime:
         precisions = self.precisions
         self.optimizers.casts = self._casts_for(settings, on)
         self._apply(settings)
-        self.nonfinite.overflows, self.nonfinite.action = self.overflows, settings.on_nonfinite
         self.precisions.join(precisions)
         self.optimizers.models_with_masters.clear()
 

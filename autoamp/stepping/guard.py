@@ -579,7 +579,7 @@ class StepGuard:
         """Bring up to date what follows from the parameters, which a step may have changed."""
         casts = self.owner.casts
         if casts is not None:
-            casts.cache.clear()
+            casts.step_ended()
         # An optimizer that skipped by itself left the masters as they were, and so are the halves after this.
         if self.masters is not None and self.last_step_ran:
             self.masters.copy_down()
