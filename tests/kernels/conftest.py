@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -10,8 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +70,7 @@ def compile_emulated(target: Path, header: Path) -> None:
         objects = fresh.with_name(f"{fresh.name}.o")
         flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
         source = ["-include", str(header), "-x", "c++", str(KERNELS / "src" / "cuda.cu"), "-x", "none"]
-        cpu = ["-U__CUDACC__", "-c", str(KERNELS / "src" / "cpu.cpp"), "-o", str(objects)]
+        cpu = ["-U__CUDACC__", "-Dak_cpu_lamb=ak_host_lamb", "-c", str(KERNELS / "src" / "cpu.cpp"), "-o", str(objects)]
         subprocess.run([str(COMPILER), *flags[:2], *flags[3:], *cpu], check=True)
         subprocess.run([str(COMPILER), *flags, *source, str(objects), "-o", str(fresh)], check=True)
         objects.unlink()
@@ -81,27 +83,32 @@ if not is_installed() and COMPILER is not None:
 collect_ignore_glob = [] if importlib.util.find_spec("autoamp_kernels") else ["test_*.py"]
 
 
+def imported_anew(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import the package once more: it loads its library once. Until the test ends ``import`` finds this one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "autoamp_kernels"]:
+        monkeypatch.delitem(sys.modules, name)
+    return importlib.import_module("autoamp_kernels")
+
+
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[list[int]]]]:
-    """Send calls with CPU tensors to kernels for GPUs; return what tells blocks and stream of each new launch."""
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[list[int]]]:
+    """Give a test file a package that sends CPU tensors to kernels for GPUs.
+
+    Returns what tells blocks and stream of each new launch.
+    """
     if COMPILER is None:
         pytest.skip("no C++ compiler")
-    from autoamp_kernels import library, optimizers
-
-    path = emulated_library()
-    monkeypatch.setenv("AUTOAMP_KERNELS_LIBRARY", str(path))
-    library._loaded.cache_clear()
-    call = library.call
-    monkeypatch.setattr(optimizers, "call", lambda _, kernel, args: call("cuda", kernel, args))
-    loaded = ctypes.CDLL(str(path))
+    monkeypatch.setenv("AUTOAMP_KERNELS_LIBRARY", str(emulated_library()))
+    monkeypatch.setenv("EMULATED_CUDA", "1")
+    monkeypatch.setattr(request.module, "autoamp_kernels", imported_anew(monkeypatch))
+    loaded = ctypes.CDLL(str(emulated_library()))
     loaded.emulated_launches.restype = ctypes.c_char_p
 
     def launches() -> list[list[int]]:
         return [list(map(int, line.split())) for line in loaded.emulated_launches().decode().splitlines()]
 
     launches()
-    yield launches
-    library._loaded.cache_clear()
+    return launches
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.emulated)])

@@ -102,3 +102,19 @@ extern "C" __attribute__((visibility("default"))) const char* emulated_launches(
   given.swap(journal), journal.clear();
   return given.c_str();
 }
+
+// -- calls with CPU tensors: with EMULATED_CUDA=1 in the environment the emulated GPU takes them --
+
+struct StepArgs;
+#define EMULATED_PUBLIC extern "C" __attribute__((visibility("default")))
+EMULATED_PUBLIC int ak_cuda_adam(const StepArgs*);
+EMULATED_PUBLIC int ak_cuda_lamb(const StepArgs*);
+EMULATED_PUBLIC int ak_cuda_sgd(const StepArgs*);
+// In cpu.cpp, which is compiled with this name for its kernel.
+extern "C" int ak_host_lamb(const StepArgs*);
+
+EMULATED_PUBLIC int ak_cpu_adam(const StepArgs* a) { return ak_cuda_adam(a); }
+EMULATED_PUBLIC int ak_cpu_sgd(const StepArgs* a) { return ak_cuda_sgd(a); }
+EMULATED_PUBLIC int ak_cpu_lamb(const StepArgs* a) {
+  return emulated_number("EMULATED_CUDA", 0) ? ak_cuda_lamb(a) : ak_host_lamb(a);
+}

@@ -9,11 +9,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import autoamp_kernels
 import pytest
-from autoamp_kernels import library
 
-from tests.kernels.conftest import KERNELS, emulated_library
+from tests.kernels.conftest import KERNELS, emulated_library, imported_anew
 
 # Answers as nvcc does, and refuses what it does not list.
 NVCC = """#!/bin/sh
@@ -103,12 +101,8 @@ def test_a_wheel_with_kernels_for_all_cards_is_small_and_loads(tmp_path: Path) -
 def reason(monkeypatch: pytest.MonkeyPatch, device_type: str, **environment: str) -> str:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    library._loaded.cache_clear()
-    try:
-        (found,) = (one for one in autoamp_kernels.backends() if one.device_type == device_type)
-    finally:
-        monkeypatch.undo()
-        library._loaded.cache_clear()
+    (found,) = (one for one in imported_anew(monkeypatch).backends() if one.device_type == device_type)
+    monkeypatch.undo()
     assert bool(found.kernels) == (found.reason == ", ".join(found.kernels))
     return found.reason
 
