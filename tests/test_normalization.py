@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp import kernels
 from autoamp import normalization as norms
 from autoamp.errors import UsageError
+from tests.kernels.without import WithoutKernels
 
 SHAPE = (3, 5)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -115,65 +114,62 @@ def test_autocast_of_another_device_type_says_nothing(half: torch.dtype) -> None
 # -- with compiled kernels --
 
 
-class WithoutKernels(TorchDispatchMode):
-    """Runs torch's operators as they are: no kernel runs in a dispatch mode."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+# So many elements that the compiled kernel gains something, and few rows: sums over many would lose digits.
+LARGE = (64, 64)
+ROWS = 33
 
 
 @pytest.fixture
-def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let norms of any size use kernels; return the names of those that ran."""
-    ran, find = [], kernels.find
-    if find("rms_norm_backward", "cpu") is None:
-        pytest.skip(str(kernels.backend("cpu")))
-    monkeypatch.setattr(norms, "_LEAST", 0)
-
-    def watched(name: str, device_type: str) -> Any:
-        kernel = find(name, device_type)
-        return kernel and (lambda *args, **options: ran.append(name) or kernel(*args, **options))
-
-    monkeypatch.setattr(kernels, "find", watched)
-    return ran
+def kernels_there() -> None:
+    """Skip a test where the compiled kernels cannot run."""
+    if not (found := kernels.backend("cpu")).kernels:
+        pytest.skip(str(found))
 
 
-def trained(norm: torch.nn.Module, value: Tensor) -> list[Tensor]:
-    given = value.clone().requires_grad_()
+def trained(norm: torch.nn.Module, value: Tensor) -> tuple[list[Tensor], bool]:
+    """Return the result and all gradients, and whether the input was kept as it is for a kernel.
+
+    What torch's functions keep of half input is an fp32 copy.
+    """
+    given, kept = value.clone().requires_grad_(), []
     norm.zero_grad()
-    out = norm(given)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept):
+        out = norm(given)
     out.float().cos().sum().backward()
-    return [out, given.grad, *(param.grad for param in norm.parameters())]
+    is_half = not any(tensor.numel() == given.numel() and tensor.element_size() > 2 for tensor in kept)
+    return [out, given.grad, *(param.grad for param in norm.parameters())], is_half
 
 
 def made(kind: type, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(0)
-    norm = kind(SHAPE).to(dtype)
+    norm = kind(LARGE).to(dtype)
     for param in norm.parameters():
         torch.nn.init.uniform_(param, 0.5, 2.0)
     return norm
 
 
+@pytest.mark.usefixtures("kernels_there")
 @pytest.mark.parametrize("weights", TOLERANCE)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind", [norms.FusedRMSNorm, norms.MixedFusedRMSNorm])
-def test_kernels_change_nothing_but_rounding(
-    by_kernels: list[str], kind: type, dtype: torch.dtype, weights: torch.dtype
-) -> None:
-    norm, value = made(kind, weights), (torch.randn(4, *SHAPE) * 3 + 1).to(dtype)
-    with_kernels = trained(norm, value)
-    assert by_kernels == ([] if dtype is torch.float32 else ["rms_norm_backward"])
+def test_kernels_change_nothing_but_rounding(kind: type, dtype: torch.dtype, weights: torch.dtype) -> None:
+    norm, value = made(kind, weights), (torch.randn(ROWS, *LARGE) * 3 + 1).to(dtype)
+    with_kernels, by_kernel = trained(norm, value)
+    assert by_kernel is (dtype is not torch.float32)
     with WithoutKernels():
-        expected = trained(norm, value)
+        expected, by_kernel = trained(norm, value)
+    assert not by_kernel
     tolerance = max(TOLERANCE[dtype], TOLERANCE[weights])
     for got, want in zip(with_kernels, expected, strict=True):
         assert got.dtype is want.dtype
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def test_second_derivatives_are_torchs(by_kernels: list[str]) -> None:
+@pytest.mark.usefixtures("kernels_there")
+def test_second_derivatives_are_torchs() -> None:
     def penalised() -> list[Tensor]:
-        norm, value = made(norms.FusedRMSNorm), torch.linspace(-3, 3, 60).view(4, *SHAPE).half().requires_grad_()
+        norm = made(norms.FusedRMSNorm)
+        value = torch.randn(ROWS, *LARGE).half().requires_grad_()
         (grad,) = torch.autograd.grad(norm(value).float().cos().sum(), value, create_graph=True)
         grad.float().square().sum().backward()
         return [value.grad, *(param.grad for param in norm.parameters() if param.grad is not None)]
@@ -185,35 +181,35 @@ def test_second_derivatives_are_torchs(by_kernels: list[str]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
-def test_transforms_and_graphs_take_torchs_way(by_kernels: list[str]) -> None:
-    norm, value = made(norms.FusedRMSNorm), torch.randn(4, *SHAPE).half()
+@pytest.mark.usefixtures("kernels_there")
+def test_transforms_and_graphs_take_torchs_way() -> None:
+    norm, value = made(norms.FusedRMSNorm), torch.randn(2, ROWS, *LARGE).half()
 
     def loss(given: Tensor) -> Tensor:
         return norm(given).float().cos().sum()
 
     wanted = torch.autograd.grad(loss(value.requires_grad_()), value)[0]
-    assert len(by_kernels) == 1
     mapped = torch.func.vmap(torch.func.grad(loss))(value.detach())
     torch.testing.assert_close(mapped, wanted, rtol=4e-3, atol=4e-3)
-    _, tangent = torch.func.jvp(loss, (value.detach(),), (torch.ones_like(value),))
-    torch.testing.assert_close(tangent, wanted.float().sum(), rtol=2e-2, atol=2e-2)
+    direction = torch.zeros_like(value)
+    direction[0, 0, 0, :8] = 1.0
+    _, tangent = torch.func.jvp(loss, (value.detach(),), (direction,))
+    torch.testing.assert_close(tangent, wanted[0, 0, 0, :8].float().sum(), rtol=2e-2, atol=2e-2)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(value.detach().requires_grad_(), torch.ones_like(value))
         assert torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent is not None
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(value)
     torch.testing.assert_close(torch.autograd.grad(compiled, value)[0], wanted, rtol=4e-3, atol=4e-3)
-    assert len(by_kernels) == 1
 
 
-def test_small_inputs_and_other_dtypes_take_torchs_way(by_kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    trained(made(norms.FusedRMSNorm), torch.randn(4, *SHAPE))
-    assert by_kernels == []
-    monkeypatch.setattr(norms, "_LEAST", 0)
-    trained(made(norms.FusedRMSNorm, torch.float64), torch.randn(4, *SHAPE).double())
-    assert by_kernels == []
+@pytest.mark.usefixtures("kernels_there")
+@pytest.mark.parametrize(("weights", "rows", "by_kernel"), [
+    (torch.float32, ROWS, True), (torch.float32, 1, False), (torch.float64, ROWS, False),
+])  # fmt: skip
+def test_small_inputs_and_other_dtypes_take_torchs_way(weights: torch.dtype, rows: int, by_kernel: bool) -> None:
+    assert trained(made(norms.FusedRMSNorm, weights), torch.randn(rows, *LARGE).half())[1] is by_kernel
 
 
-def test_a_wrong_shape_is_an_error_with_kernels_too(by_kernels: list[str]) -> None:
+def test_a_wrong_shape_is_an_error_with_kernels_too() -> None:
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        made(norms.FusedRMSNorm)(torch.randn(4, 5, 3).half().requires_grad_())
+        made(norms.FusedRMSNorm)(torch.randn(ROWS, 64, 65).half().requires_grad_())
