@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,37 +26,51 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "script.py"
 
 
-def wait_for_fork(runs: ProgramRuns, command: list[str], environment: dict[str, str], out: Any, err: Any) -> int:
-    """Run a child as a fork of this process, which has imported torch."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.dup2(out.fileno(), 1), os.dup2(err.fileno(), 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
-    os.environ.update(environment)
-    code = 1
-    try:
-        program_child.main(command[3], command[4:])
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+class Fork:
+    """A child as `subprocess.Popen` starts it, but as a fork of this process, which has imported torch."""
+
+    def __init__(self, command: list[str], *, stdout: Any, stderr: Any, env: dict[str, str], **_: Any) -> None:
+        assert command[:3] == [sys.executable, "-m", program_child.__name__]
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setsid()
+            os.dup2(stdout.fileno(), 1), os.dup2(stderr.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
+            os.environ.update(env)
+            program_child.main(command[3], command[4:])
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, however long that takes."""
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit code that `wait` has found, None if a signal interrupted it."""
+        return self.returncode
 
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children are forks, where there are any."""
     if hasattr(os, "fork"):
-        monkeypatch.setattr(ProgramRuns, "_waited_for", wait_for_fork)
+        monkeypatch.setattr(subprocess, "Popen", Fork)
 
 
 @pytest.fixture
 def runs_of(script: Path, tmp_path: Path) -> Callable[..., ProgramRuns]:
     """Returns the runs of a program in fp16 on the CPU."""
 
-    def runs_of(text: str, **options: Any) -> ProgramRuns:
+    def runs_of(text: str, budget: float = 300.0, **options: Any) -> ProgramRuns:
         script.write_text(text)
         chosen = {
             "metric": "loss", "dtype": "fp16", "device_type": "cpu", "lists": [], "is_module": False, "seed": 0,
@@ -63,6 +78,6 @@ def runs_of(script: Path, tmp_path: Path) -> Callable[..., ProgramRuns]:
         }  # fmt: skip
         folder = tmp_path / "runs"
         folder.mkdir()
-        return ProgramRuns(argparse.Namespace(**chosen), folder, 300.0)
+        return ProgramRuns(argparse.Namespace(**chosen), folder, budget)
 
     return runs_of

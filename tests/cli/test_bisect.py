@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import os
+import signal
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autoamp.cli import program_runs
 from autoamp.cli.program_runs import ProgramRuns
-from autoamp.tuning import Outcome, Proposal, Stopped, Survey
+from autoamp.tuning import Proposal
 from autoamp_command import main
-from tests.tuning.planted import survey, use
 
 ON_CPU = ["--metric", "loss", "--dtype", "fp16", "--device-type", "cpu"]
 
@@ -53,34 +51,34 @@ def test_entries_of_paths_act_without_override(runs_of: Callable[..., ProgramRun
     assert abs(wrong - fp32) > 0.1
 
 
-class _Planted(ProgramRuns):
-    """A program of one op."""
-
-    half: Any = None
-
-    def survey(self, seconds: float, *, timed: bool = True) -> Survey:
-        return survey(use("conv2d", "fp16", 9, 90))
-
-    def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
-        return Outcome(1.0) if candidate is None else self.half
+# The survey ends with the step, so it does not see the product after that, whose dtype decides.
+AFTER = """
+import torch
+class Late(torch.nn.Module):
+    def forward(self, x):
+        return torch.bmm(x, x).dtype == torch.float16
+linear = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(linear.parameters(), lr=0.01)
+linear(torch.ones(1, 2)).float().sum().backward()
+optimizer.step()
+in_half = Late()(torch.ones(1, 1, 1))
+"""
 
 
 @pytest.mark.parametrize(
-    ("half", "code", "message"),
+    ("last", "code", "message"),
     [
-        (Outcome(1.01), 0, "no rule has to change"),
-        (Outcome(math.nan), 1, "differs even with every surveyed"),
-        (Outcome(failed="exit code 1: no data"), 1, "in half precision: the program failed: exit code 1: no data"),
+        ("print('loss:', 1.01 if in_half else 1.0)", 0, "no rule has to change"),
+        ("print('loss:', 'nan' if in_half else 1.0)", 1, "differs even with every surveyed"),
+        ("print('loss: 1.0')\nassert not in_half, 'no data'", 1,
+         "in half precision: the program failed: exit code 1: AssertionError: no data"),
     ],
-)
+)  # fmt: skip
 def test_where_there_is_nothing_to_find_it_prints_no_list(
-    half: Outcome, code: int, message: str, script: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    script.touch()
-    monkeypatch.setattr(program_runs, "ProgramRuns", _Planted)
-    monkeypatch.setattr(_Planted, "half", half)
-    assert main(["bisect", *ON_CPU, "script.py"]) == code
+    last: str, code: int, message: str, script: Path, forked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text(AFTER + last)
+    assert main(["bisect", *ON_CPU, "--survey-steps", "1", "script.py"]) == code
     found = capsys.readouterr()
     assert message in found.err
     assert found.out == ""
@@ -109,15 +107,10 @@ def test_a_program_without_a_metric_is_told(script: Path, forked: None, capsys: 
     assert "in fp32; name a value that it prints" in capsys.readouterr().err
 
 
-def test_a_signal_during_the_survey_ends_it(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def terminated(*args: Any, **how: Any) -> None:
-        raise Stopped("it was terminated", 143)
-
-    script.touch()
-    monkeypatch.setattr(ProgramRuns, "_child", terminated)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the program ends the command that started it")
+def test_a_signal_during_the_survey_ends_it(script: Path, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text("import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nsignal.pause()\n")
     with pytest.raises(SystemExit) as ended:
         main(["bisect", *ON_CPU, "script.py"])
-    assert ended.value.code == 143
+    assert ended.value.code == 128 + signal.SIGTERM
     assert "interrupted during the survey" in capsys.readouterr().err

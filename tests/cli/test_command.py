@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from autoamp.cli import doctor
-from autoamp.cli.measurements import Measured
 from autoamp.ops.targets import known_ops
 from autoamp_command import main
 from tests.launches import Ended, environment, launched, written
@@ -616,9 +617,12 @@ def test_doctor_tells_a_module_that_cannot_be_imported(ended: dict[str, Ended]) 
 
 
 def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "measure", lambda kind: [Measured("fp16", [0.9, 1.0, 1.1], [0.9, 1.0, 1.1])])
+    # Whatever is timed takes 5 ms.
+    monkeypatch.setattr(time, "perf_counter", functools.partial(next, itertools.count(0.0, 0.005)))
     assert main(["doctor", "--device-type", "cpu"]) == 0
-    assert "fp16 does not pay here: matmul 1.0 times, memory-bound ops 1.0 times" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for dtype in ("fp16", "bf16"):
+        assert f"{dtype} does not pay here: matmul 1.0 times, memory-bound ops 1.0 times" in printed
 
 
 def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from autoamp import UsageError
-from autoamp.cli import program_runs
 from autoamp.cli.program_runs import MetricUnknown, ProgramRuns, seconds_of
 from autoamp.rules import CastPolicy, load_table
-from autoamp.tuning import Outcome, Proposal, Stopped, Survey
+from autoamp.tuning import Proposal, Stopped
 from autoamp_command import main
-from tests.tuning.planted import Program, survey, use
+
+ON_CPU = ["--dtype", "fp16", "--device-type", "cpu"]
 
 # Its loss is nan in fp16, as 300 * 400 overflows, and tells by which lists it runs.
 SCRIPT = """
@@ -98,8 +98,7 @@ def test_a_run_that_fails_says_why(runs_of: Callable[..., ProgramRuns]) -> None:
 
 
 def test_a_run_ends_when_the_budget_is_spent(runs_of: Callable[..., ProgramRuns]) -> None:
-    runs = runs_of("import time\ntime.sleep(600)\n")
-    runs._deadline = time.monotonic() + 0.5
+    runs = runs_of("import time\ntime.sleep(600)\n", budget=0.5)
     start = time.monotonic()
     with pytest.raises(Stopped, match="the budget was spent"):
         runs.run(None, 0)
@@ -121,49 +120,11 @@ def test_a_run_in_fp32_must_tell_a_metric(
         runs_of(text, metric="accuracy").run(None, 0)
 
 
-class _Planted(ProgramRuns):
-    """A program that behaves by its table, and is interrupted at a run."""
-
-    interrupted_at = 99
-
-    def survey(self, seconds: float, *, timed: bool = True) -> Survey:
-        uses = [use("hypot", "unlisted", 1, 1, overflow=5), use("conv2d", "fp16", 9, 90), use("softmax", "fp32", 9, 3)]
-        self.program = Program(survey(*uses))
-        return self.program.found
-
-    def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
-        if len(self.program.runs) == self.interrupted_at:
-            os.kill(os.getpid(), signal.SIGINT)
-        return self.program(candidate, seed)
-
-
-def test_the_list_is_written_with_figures_and_ctrl_c_keeps_the_best(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script.touch()
-    monkeypatch.setattr(program_runs, "ProgramRuns", _Planted)
-    assert main(["tune", "--metric", "loss", "-o", "one.toml", "script.py"]) == 0
-    table = load_table("one.toml", environ={})
-    policies = {name: rule.policy for name in ("hypot", "conv2d", "softmax") if (rule := table.policy_of(name))}
-    assert policies == {"hypot": CastPolicy.FP32, "conv2d": CastPolicy.NONE, "softmax": CastPolicy.FP16}
-    assert "unsafe: 5 of its arguments and results overflow" in Path("one.toml").read_text()
-    assert "# float16 on cpu" in Path("one.toml").read_text()
-    monkeypatch.setattr(_Planted, "interrupted_at", 3)
-    assert main(["tune", "--metric", "loss", "-o", "two.toml", "--lists", "bf16", "script.py"]) == 130
-    text = Path("two.toml").read_text()
-    assert "stopped early: it was interrupted" in text
-    assert "not tried: conv2d" in text
-    assert 'extends = ["bf16"]' in text
-    assert '"hypot",  # unsafe' in text
-    assert "interrupted" in capsys.readouterr().err
-
-
 def test_without_a_metric_in_fp32_nothing_is_written(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Path, forked: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script.touch()
-    monkeypatch.setattr(ProgramRuns, "_child", lambda *_, **__: ({"survey": survey()}, None, ""))
-    assert main(["tune", "--metric", "accuracy", "script.py"]) == 1
+    script.write_text("import torch\ntorch.ones(1)\n")
+    assert main(["tune", *ON_CPU, "--budget", "5s", "--metric", "accuracy", "script.py"]) == 1
     errors = capsys.readouterr().err
     assert "the program reported no metric 'accuracy' in fp32" in errors
     assert "Nothing was written" in errors
@@ -172,7 +133,7 @@ def test_without_a_metric_in_fp32_nothing_is_written(
 
 def test_from_end_to_end(script: Path, forked: None) -> None:
     script.write_text(SCRIPT)
-    arguments = ["--dtype", "fp16", "--device-type", "cpu", "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
+    arguments = [*ON_CPU, "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
     # A program gets the "--" among its arguments.
     assert main(["tune", "--metric", "loss", *arguments, "script.py", "--", "own"]) == 0
     rule = load_table(None, environ={}).policy_of("__mul__")
@@ -181,23 +142,32 @@ def test_from_end_to_end(script: Path, forked: None) -> None:
     text = Path("autoamp.toml").read_text()
     assert "overflow in float16 at script.py:8" in text
     assert "half precision" in text
+    assert "# float16 on cpu" in text
     assert json.dumps("__mul__") in text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the program ends the command that started it")
-def test_sigterm_writes_the_best_so_far_and_leaves_nothing_behind(
-    script: Path, forked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("number", "how", "lists"),
+    [(signal.SIGTERM, "terminated", []), (signal.SIGINT, "interrupted", ["bf16"])],
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_a_signal_writes_the_best_so_far_and_leaves_nothing_behind(
+    number: signal.Signals, how: str, lists: list[str], script: Path, forked: None, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     # Its second run is the first after the survey.
-    kill = (
-        "import os, signal\nos.path.exists('ran') and os.kill(os.getppid(), signal.SIGTERM)\nopen('ran', 'w').close()\n"
-    )
+    kill = f"import os\nos.path.exists('ran') and os.kill(os.getppid(), {int(number)})\nopen('ran', 'w').close()\n"
     script.write_text(kill + SCRIPT)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    arguments = ["--dtype", "fp16", "--device-type", "cpu", "--seeds", "1", "--survey-steps", "2", "script.py"]
-    assert main(["tune", "--metric", "loss", *arguments]) == 128 + signal.SIGTERM
+    named = [word for name in lists for word in ("--lists", name)]
+    arguments = [*ON_CPU, *named, "--seeds", "1", "--survey-steps", "2", "script.py"]
+    assert main(["tune", "--metric", "loss", *arguments]) == 128 + number
     assert list(temporary.iterdir()) == []
-    assert tomllib.loads(Path("autoamp.toml").read_text())["fp32"] == ["__mul__", "__rmul__", "mul", "multiply"]
-    assert "stopped early: it was terminated" in Path("autoamp.toml").read_text()
+    text = Path("autoamp.toml").read_text()
+    assert tomllib.loads(text).get("extends", []) == lists
+    assert tomllib.loads(text)["fp32"] == ["__mul__", "__rmul__", "mul", "multiply"]
+    assert f"stopped early: it was {how}" in text
+    assert f"stopped early: it was {how}" in capsys.readouterr().err
