@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
-from autoamp.diagnostics.report import sampling
 from autoamp.diagnostics.report.sampling import is_sampled
 from autoamp.torch_private import dispatch_modes
 from tests.diagnostics.report.runs import train
@@ -46,8 +45,12 @@ def test_steps_skips_and_samples() -> None:
     assert (recording.active, recording.steps, dispatch_modes()) == (False, 14, 0)
 
 
-def evaluated(calls: int, *, no_grad: bool) -> dict[str, Any]:
-    """Train for 12 steps, with an evaluation of so many calls after each, and return the report."""
+def calls_of_linear(handle: Any) -> int:
+    """Return how many calls of linear layers the samples have."""
+    return sum(row["calls"] for row in handle.report()["trace"]["rows"] if row["op"].endswith("linear"))
+
+
+def test_an_evaluation_between_steps_is_no_part_of_a_step() -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,26 +58,32 @@ def evaluated(calls: int, *, no_grad: bool) -> dict[str, Any]:
     for _ in range(12):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        with torch.set_grad_enabled(not no_grad):
-            for _ in range(calls):
+        with torch.no_grad():
+            for _ in range(50):
                 model(torch.ones(2, 4))
     assert dispatch_modes() == 0
-    found: dict[str, Any] = handle.report()
-    assert found["timeline"]["steps"] == 12
-    assert found["samples"]["steps"] == [0, 10]
-    return found
+    assert handle.report()["timeline"]["steps"] == 12
+    assert handle.report()["samples"]["steps"] == [0, 10]
+    assert calls_of_linear(handle) == 2
 
 
-def test_an_evaluation_between_steps_is_no_part_of_a_step() -> None:
-    (row,) = [row for row in evaluated(50, no_grad=True)["trace"]["rows"] if row["op"].endswith("linear")]
-    assert row["calls"] == 2
+@pytest.mark.parametrize(("calls", "expected"), [(50, 1), (6000, 0)])
+def test_a_sample_ends_where_no_step_does(calls: int, expected: int) -> None:
+    """A program may only evaluate, and with gradients."""
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    numbers = torch.ones(1, 1, dtype=torch.int64)
 
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(calls):
+                # A call of a listed function, with no values to look at.
+                torch.mm(numbers, numbers)
+            return super().forward(x)
 
-def test_a_sample_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_MOST_CALLS", 20)
-    found = evaluated(50, no_grad=False)
-    # One of step 0, and those before the 20th.
-    assert sum(row["calls"] for row in found["trace"]["rows"] if row["op"].endswith("linear")) == 1 + 19
+    handle.record()
+    Model(4, 4)(torch.ones(2, 4))
+    assert calls_of_linear(handle) == expected
+    assert handle.report()["samples"]["steps"] == [0]
 
 
 def test_a_mode_of_the_program_ends_as_it_would() -> None:
