@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoamp import torch_private
 from autoamp.formulas import ADAM, SGD
 
 ADAM_NUMBERS: dict[str, Any] = {
@@ -84,12 +83,3 @@ def test_fused_operators_refuse_what_they_would_get_wrong(odd: str, place: int) 
 def test_fused_operators_have_nothing_to_do_without_tensors() -> None:
     assert not fused_adam_([], [], [], [], **ADAM_NUMBERS, decoupled=True)
     assert not fused_sgd_([], [], [], **SGD_NUMBERS)
-
-
-def test_fused_operators_that_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FUSED_ADAM", "FUSED_ADAMW", "FUSED_SGD"):
-        monkeypatch.setattr(torch_private, name, None)
-    some = lists((3, 4))
-    assert not fused_adam_(*some, **ADAM_NUMBERS, decoupled=True)
-    assert not fused_adam_(*some, **ADAM_NUMBERS, decoupled=False)
-    assert not fused_sgd_(*some[:3], **SGD_NUMBERS)

@@ -118,7 +118,7 @@ def train(context):
 
 def smoke():
     import autoamp
-    from autoamp import fp16_utils, parallel, torch_private
+    from autoamp import fp16_utils, optimizers, parallel, torch_private
 
     linear = torch.nn.functional.linear
 
@@ -156,7 +156,29 @@ def smoke():
         with autoamp.current_handle().inference(layer):
             wide = torch.linspace(-1, 1, 64 * 64).view(64, 64)
             found["packed"] = [float(torch.func.vmap(layer)(wide).shape[0]), float(layer(wide).shape[1])]
-    autoamp.current_handle().deactivate()
+    handle = autoamp.current_handle()
+    for start in (handle.trace, handle.profile_ranges):
+        refused = ""
+        try:
+            with start():
+                handle.count()
+        except autoamp.UsageError as error:
+            refused = str(error)
+        # Without dispatch modes there is nothing to look on by.
+        assert ("lacks it. handle.count() works" in refused) is (torch_private.DispatchMode is None)
+        found[f"after {start.__name__}"] = [float(linear is not torch.nn.functional.linear)]
+    handle.deactivate()
+    for kind, options in (
+        (optimizers.FusedAdam, {"adam_w_mode": True}), (optimizers.FusedAdam, {"adam_w_mode": False}),
+        (optimizers.FusedSGD, {"momentum": 0.9}),
+    ):
+        weights = torch.nn.Parameter(torch.arange(1.0, 9.0))
+        optimizer = kind([weights], lr=0.1, weight_decay=0.1, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            weights.square().sum().backward()
+            optimizer.step()
+        found[f"{kind.__name__} {options}"] = weights.tolist()
     model = fp16_utils.network_to_half(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
     found["norms"] = [float(parameter.dtype is torch.float16) for parameter in model.parameters()]
     flat = fp16_utils.prep_param_lists(torch.nn.Linear(2, 2).half(), flat_master=True)[1]
