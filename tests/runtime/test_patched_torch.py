@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ from torch import Tensor, nn
 from torch.jit._builtins import _get_builtin_table
 
 import autoamp
-from autoamp import modules, ops
 from autoamp.patching.marks import original_of
-from autoamp.runtime import patched_torch
 
 HALF = torch.float16
 LISTS: dict[str, Any] = {
@@ -107,31 +104,33 @@ def test_aliases_stay_one_object() -> None:
     assert torch.einsum is not original_of(torch.einsum)
 
 
-@pytest.mark.parametrize("failing", ["builder", "module call", "rebind", "deferred"])
+def stubborn(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Let there be a module ``stubborn`` whose functions cannot be replaced at the first attempt."""
+    attempts = iter([RuntimeError("half way")])
+
+    class Stubborn(types.ModuleType):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if value is not vars(self)[name]:
+                for error in attempts:
+                    raise error
+            super().__setattr__(name, value)
+
+    module = Stubborn("stubborn")
+    vars(module).update(functions)
+    monkeypatch.setitem(sys.modules, "stubborn", module)
+
+
+@pytest.mark.parametrize("failing", ["target", "name"])
 def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    functions, targets = {"target": ({"work": lambda x: x}, ["stubborn.work"]), "name": ({"lin": F.linear}, [])}[
+        failing
+    ]
     first = init()
-    calls = 0
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > (8 if failing == "builder" else 0):
-            monkeypatch.undo()
-            raise RuntimeError("half way")
-        return build_replacement(*args, **kwargs)
-
-    build_replacement = ops.build_replacement
-    owner, name = {
-        "builder": (ops, "build_replacement"),
-        "module call": (modules, "build_module_call"),
-        "rebind": (patched_torch.PatchSet, "rebind"),
-        "deferred": (patched_torch.PatchSet, "when_imported"),
-    }[failing]
-    monkeypatch.setattr(owner, name, fail)
+    stubborn(monkeypatch, **functions)
     with pytest.raises(RuntimeError, match="half way"):
-        init(dtype=torch.bfloat16, lists=with_targets(fp32=["not_there_yet.focal"]))
+        init(dtype=torch.bfloat16, lists=with_targets(fp32=["not_there_yet.focal", *targets]))
     assert autoamp.current_handle() is first
     assert first.is_active()
     assert F.linear(ones(), ones()).dtype == HALF
@@ -139,11 +138,15 @@ def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
     assert first.deactivate() == ()
 
 
-def test_a_first_init_that_fails_leaves_torch_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", ["name", "function that torch lacks"])
+def test_a_first_init_that_fails_leaves_torch_untouched(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(vars(F)), dict(vars(Tensor))
     scripted = dict(_get_builtin_table())
-    monkeypatch.setattr(patched_torch, "name_by", mock.Mock(side_effect=RuntimeError("at the very end")))
-    with pytest.raises(RuntimeError, match="at the very end"):
+    if failing == "name":
+        stubborn(monkeypatch, lin=F.linear)
+    else:
+        monkeypatch.delattr(torch.nn.utils, "clip_grad_value_")
+    with pytest.raises((RuntimeError, AttributeError), match=r"half way|clip_grad_value_"):
         init()
     assert autoamp.current_handle() is None
     assert (dict(vars(F)), dict(vars(Tensor))) == before
