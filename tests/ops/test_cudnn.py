@@ -29,27 +29,32 @@ def started(half: torch.dtype) -> Casts:
 
 
 class Spy:
-    """The replacement of a model's op: the weights that the op gets in one tensor, and those of all other calls."""
+    """A model's op with its replacement: the weights that the op gets in one tensor, and those of all other calls."""
 
     def __init__(self, model: nn.RNNBase, casts: Casts, monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
         self.general: list[list[Tensor]] = []
         self.weights: list[list[Tensor]] = []
-        op = op_of(model)
-
-        def original(*args: Any) -> Any:
-            weights = args[3] if isinstance(args[3], list) else args[2]
-            (self.weights if in_one_tensor(weights) else self.general).append(weights)
-            return op(*args)
-
-        monkeypatch.setitem(RECURRENT_LAYERS, original, RECURRENT_LAYERS[op])
-        run = build_recurrent(original, casts, lay_out, lambda _: takes)
+        self.op = op_of(model)
+        run = build_recurrent(self, casts, lay_out, lambda _: takes)
 
         def replacement(*args: Any) -> Any:
             result = run(args, {})
-            return original(*casts.args_to_half(args)) if result is NotImplemented else result
+            return self(*casts.args_to_half(args)) if result is NotImplemented else result
 
-        monkeypatch.setattr(torch.nn.modules.rnn._VF, op.__name__, replacement, raising=False)
+        monkeypatch.setattr(torch.nn.modules.rnn._VF, self.op.__name__, replacement, raising=False)
         monkeypatch.setattr(nn.RNNBase, "check_input", lambda *_: None)
+
+    def __call__(self, *args: Any) -> Any:
+        weights = args[3] if isinstance(args[3], list) else args[2]
+        (self.weights if in_one_tensor(weights) else self.general).append(weights)
+        return self.op(*args)
+
+    def __eq__(self, other: object) -> bool:
+        # So that it is found among the recurrent layers.
+        return other is self.op
+
+    def __hash__(self) -> int:
+        return hash(self.op)
 
 
 @pytest.mark.parametrize("name", MODELS)
