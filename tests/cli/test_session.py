@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch
 import autoamp
 from autoamp.cli.options import Options
 from autoamp.cli.session import set_up
-from autoamp.compat import uninstall
+from autoamp.compat import fastai1, uninstall
 from autoamp.compat.alias import is_installed
 from autoamp.compat.alias import options as alias_options
 from autoamp.errors import UsageError
@@ -76,14 +75,17 @@ def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch)
     assert not asked_here
 
 
-def test_fastai_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    fake = ModuleType("autoamp.compat.fastai1")
-    vars(fake)["enable"] = lambda: calls.append(1)
-    monkeypatch.setitem(sys.modules, "autoamp.compat.fastai1", fake)
-    set_up(Options(opt_level="O0", fastai1=True))
-    set_up(Options(opt_level="O0"))
-    assert calls == [1]
+@pytest.mark.parametrize("asked", [True, False])
+def test_fastai_is_mended_where_that_is_asked_for(asked: bool, folder: Path) -> None:
+    (folder / "fastai").mkdir()
+    (folder / "fastai" / "__init__.py").touch()
+    (folder / "fastai" / "basic_train.py").write_text("import torch\n", encoding="utf-8")
+    set_up(Options(opt_level="O0", fastai1=asked))
+    module = importlib.import_module("fastai.basic_train")
+    # Its own `torch.load` takes whole pickles.
+    assert (module.torch is not torch) is asked
+    fastai1.disable()
+    assert module.torch is torch
 
 
 def test_a_real_apex_is_found_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

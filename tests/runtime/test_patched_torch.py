@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.jit._builtins import _get_builtin_table
 
 import autoamp
-from autoamp.patching.marks import original_of
+from autoamp.patching.marks import mark_of, original_of
 
 HALF = torch.float16
 LISTS: dict[str, Any] = {
@@ -313,8 +313,8 @@ def test_a_model_that_holds_a_patched_function_is_saved_and_copied(tmp_path: Pat
 
 def depth(function: Any) -> int:
     count = 0
-    while isinstance(function, types.FunctionType) and "__autoamp_original__" in vars(function):
-        function, count = vars(function)["__autoamp_original__"].original, count + 1
+    while (mark := mark_of(function)) is not None:
+        function, count = mark.original, count + 1
     return count
 
 
