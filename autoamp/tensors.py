@@ -11,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from autoamp.errors import UsageError
+
 __all__ = [
     "CASTABLE_LAYOUTS",
     "HALF_DTYPES",
@@ -88,8 +90,18 @@ def default_device_type() -> str:
 
 
 def default_half_dtype(device_type: str) -> torch.dtype:
-    """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU."""
-    return torch.get_autocast_dtype(device_type)
+    """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU.
+
+    Raises:
+        UsageError: Torch has none for it, as for ``"meta"``.
+    """
+    try:
+        return torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        raise UsageError(
+            f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
+            "torch.bfloat16, or choose another device type"
+        ) from None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

@@ -53,13 +53,7 @@ class Settings:
             LossScaleError: The loss scale is no scale.
         """
         device_type = device_type_of(device_type)
-        try:
-            dtype = default_half_dtype(device_type) if dtype is None else dtype
-        except RuntimeError:
-            raise UsageError(
-                f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
-                "torch.bfloat16"
-            ) from None
+        dtype = default_half_dtype(device_type) if dtype is None else dtype
         if dtype not in HALF_DTYPES:
             raise UsageError(f"dtype={dtype} is not a half-precision dtype; choose torch.float16 or torch.bfloat16")
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)

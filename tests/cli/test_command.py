@@ -632,6 +632,9 @@ def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> Non
         assert rows["layer_norm"] == policy
     assert main(["lists", "--device-type", "toaster"]) == 2
     assert "device_type='toaster' is unknown to torch" in capsys.readouterr().err
+    # A device type without a half dtype of its own.
+    assert main(["doctor", "--device-type", "meta"]) == 2
+    assert "no default half dtype for device_type='meta'; give dtype=" in capsys.readouterr().err
 
 
 def test_lists_show_each_rule_and_its_line(ended: dict[str, Ended], folder: Path) -> None:
