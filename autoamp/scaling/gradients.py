@@ -141,7 +141,8 @@ def true_gradient(
         factor = torch.ones_like(factor)
     unscale_and_check_([values], found, factor)
     if clean:
-        values.masked_fill_(found != 0, 0.0)
+        # Without a dimension, for a gradient that has none.
+        values.masked_fill_(found.reshape(()) != 0, 0.0)
     return result
 
 

@@ -498,6 +498,25 @@ def test_a_step_that_overflowed_is_skipped(handle: autoamp.Handle, scaling: Auto
     assert (handle.skipped_steps, handle.last_step_skipped) == (1, False)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_without_dimensions_are_trained(ranks: int, fake_ranks: Callable[[int], None]) -> None:
+    """Such as a learned temperature."""
+    fake_ranks(ranks)
+    handle = autoamp.init(**NO_CASTS)
+    handle.auto_scale()
+    temperature = nn.Parameter(torch.tensor(2.0))
+    temperature.register_hook(lambda gradient: gradient.clone())
+    optimizer = torch.optim.SGD([temperature], lr=0.5)
+    for factor, expected in ((1.0, 1.5), (float("inf"), 1.5), (1.0, 1.0)):
+        optimizer.zero_grad()
+        (temperature * factor).backward()
+        assert temperature.grad is not None
+        assert temperature.grad.shape == ()
+        optimizer.step()
+        assert temperature.item() == expected
+    assert handle.skipped_steps == 1
+
+
 def test_gradients_of_an_overflowed_pass_are_zero(handle: autoamp.Handle, scaling: AutoScale) -> None:
     """A program that clips, keeps or steps them by hand never sees inf of the loss scale."""
     model, _optimizer, x = make()

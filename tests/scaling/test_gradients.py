@@ -331,7 +331,7 @@ def test_a_wrong_norm_is_named(norm_type: float) -> None:
 
 def true_of(grad: Tensor, inv_scale: float = 0.125, *, clean: bool = True) -> tuple[Tensor, bool]:
     """Return the true gradient, and whether an overflow was found."""
-    found, factor = (torch.full((), value, device=grad.device) for value in (0.0, inv_scale))
+    found, factor = torch.zeros(1, device=grad.device), torch.full((), inv_scale, device=grad.device)
     return true_gradient(grad, inv_scale, factor, found, clean=clean), bool(found)
 
 
