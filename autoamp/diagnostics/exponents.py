@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "Exponents"]
+from autoamp.tensors import iter_tensors
+
+__all__ = ["FORMATS", "Exponents", "readable_tensors"]
 
 _BINS, _BIAS = 256, 127
 # Half of the last of fp16's 11 bits, in the bits of fp32: adding it carries into the exponent where fp16 rounds up.
@@ -19,6 +21,19 @@ _NO_CARRY = 0x7F7FF000
 FORMATS: dict[str, tuple[int, int, int]] = {"float16": (-25, -14, 16), "bfloat16": (-134, -126, 128)}
 """By half dtype three binary exponents. Values below the first become 0, values below the second become subnormal, and
 values from the third on overflow (IEEE 754 binary16; bfloat16 has the exponents of binary32)."""
+
+
+def readable_tensors(nested: Any) -> list[Tensor]:
+    """Return the floating tensors in nested values whose elements can be read.
+
+    Left out are sparse and nested tensors, those on the meta device, and classes that dispatch by themselves, such as
+    DTensors. None can be read while a CUDA graph is captured: nothing is computed then.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return []
+    found = (one for one in iter_tensors(nested) if one.is_floating_point() and one.layout is torch.strided)
+    own = Tensor.__torch_dispatch__
+    return [one for one in found if not (one.is_meta or one.is_nested) and type(one).__torch_dispatch__ is own]
 
 
 class Exponents:
@@ -39,8 +54,8 @@ class Exponents:
         self.zeros = 0
 
     def add(self, *tensors: Tensor) -> None:
-        """Count the elements of floating tensors of any shape; fp64 is rounded to fp32 first."""
-        for tensor in tensors:
+        """Count the elements of tensors, as far as `readable_tensors` has them; fp64 is rounded to fp32 first."""
+        for tensor in readable_tensors(tensors):
             bits = tensor.detach().float().contiguous().flatten().view(torch.int32) & 0x7FFFFFFF
             rounded = torch.where(bits < _NO_CARRY, bits + _HALF_BIT, bits)
             # Zeros have the first bin, so that one copy from the device brings all counts.

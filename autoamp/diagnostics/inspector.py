@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import program_line, shown_file, user_frame
+from autoamp.diagnostics.exponents import readable_tensors
 from autoamp.diagnostics.op_names import CASTS, bare_name, fp32_entry, spelled_at
 from autoamp.diagnostics.verdicts import (
     HalfPrecisionOp,
@@ -423,9 +424,8 @@ def _fp32_copy(tensor: Tensor) -> Tensor:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    """Return the floating tensors in nested arguments whose values can be looked at."""
-    found = (one for one in iter_tensors(value) if one.is_floating_point() and one.layout is torch.strided)
-    return [one for one in found if not one.is_meta and not is_transformed(one)]
+    """Return the floating tensors in nested arguments whose elements can be read."""
+    return [one for one in readable_tensors(value) if not is_transformed(one)]
 
 
 def _are_plain(value: Any) -> bool:

@@ -22,10 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
-from autoamp.diagnostics.exponents import FORMATS, Exponents
+from autoamp.diagnostics.exponents import FORMATS, Exponents, readable_tensors
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
-from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
+from autoamp.scaling import local_of
+from autoamp.tensors import HALF_DTYPES, dtype_name, map_tensors
 from autoamp.torch_private import current_graph_task
 
 __all__ = ["OpRange", "RangeProfile", "ValueProfile", "relative_error"]
@@ -122,10 +123,10 @@ class ValueProfile(OperatorObserver):
         """Count the results of an operator, and return its row; None if it computes nothing of the model."""
         if self._stepping or current_graph_task() != -1:
             return None
-        outputs, name = _floating(result), func.name().partition(".")[0]
+        outputs, name = readable_tensors(result), func.name().partition(".")[0]
         # A view computes nothing, and an operator without floating arguments only makes values.
         is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns)
-        if is_view or not outputs or not _floating((args, kwargs)) or name.startswith(_MAKERS):
+        if is_view or not outputs or not readable_tensors((args, kwargs)) or name.startswith(_MAKERS):
             return None
         if in_scaling(sys._getframe(1)):
             return None
@@ -158,10 +159,10 @@ class ValueProfile(OperatorObserver):
     def _read_gradients(self, params: Iterable[Tensor]) -> None:
         names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
         for number, param in enumerate(params):
-            if param.grad is not None and not param.grad.is_sparse:
+            if param.grad is not None:
                 name = names.get(id(param), f"parameter {number} of shape {tuple(param.shape)}")
                 with self._observation.quietly():
-                    self.gradients.setdefault(name, Exponents()).add(param.grad)
+                    self.gradients.setdefault(name, Exponents()).add(local_of(param.grad))
 
 
 class RangeProfile(ValueProfile):
@@ -212,7 +213,7 @@ class RangeProfile(ValueProfile):
         row = super().saw(func, args, kwargs, result)
         if row is not None:
             with self._observation.quietly():
-                self._run_again(row, func, args, kwargs, _floating(result))
+                self._run_again(row, func, args, kwargs, readable_tensors(result))
         return row
 
     def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -224,7 +225,7 @@ class RangeProfile(ValueProfile):
             # Some operators have no kernel for half arguments.
             with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
                 again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
-                worst = max(map(relative_error, _floating(again), outputs), default=0.0)
+                worst = max(map(relative_error, readable_tensors(again), outputs), default=0.0)
                 row.errors[dtype_name(dtype)] = max(worst, row.errors.get(dtype_name(dtype), 0.0))
 
     def _after_step(self, *_: Any) -> None:
@@ -327,10 +328,6 @@ def relative_error(half: Tensor, full: Tensor) -> float:
 
 def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-
-
-def _floating(nested: Any) -> list[Tensor]:
-    return [tensor for tensor in iter_tensors(nested) if tensor.is_floating_point()]
 
 
 def _lost(found: Exponents, what: str, dtype: str, shift: int = 0) -> str:

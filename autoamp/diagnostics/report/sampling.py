@@ -60,11 +60,9 @@ class Samples(Observer):
 
     def _model_called(self, step: int) -> None:
         # A call without gradients between two steps is an evaluation. Before step 0 it may be the whole program.
-        if step == 0 or torch.is_grad_enabled():
-            self._observation.on_model = None
-            self._begin(step)
-
-    def _begin(self, step: int) -> None:
+        if step > 0 and not torch.is_grad_enabled():
+            return
+        self._observation.on_model = None
         # The program's own mode may end before the step, and the mode that began last ends first.
         if DispatchMode is None or dispatch_modes():
             return

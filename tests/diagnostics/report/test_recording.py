@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
@@ -100,3 +106,73 @@ def test_a_mode_of_the_program_ends_as_it_would() -> None:
         assert dispatch_modes() == 0 or recording.active
     recording.stop()
     assert dispatch_modes() == 0
+
+
+class Function(nn.Module):
+    """Applies a linear layer, and a function to its output."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (torch.eye(2).to_sparse() * 2) @ x.float(),
+        lambda x: (torch.eye(2).to_sparse_csr() * 2) @ x.float(),
+        lambda x: x + (torch.ones(3, device="meta") * 2).dim(),
+        lambda x: (torch.nested.as_nested_tensor([x[:1], x], layout=torch.jagged) * 2).values(),
+        lambda x: (torch.nested.as_nested_tensor([x[:1], x]) * 2).to_padded_tensor(0.0),
+    ],
+    ids=["sparse", "csr", "meta", "jagged", "nested"],
+)
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR)")
+def test_tensors_whose_elements_cannot_be_read_are_left_out(function: Callable[[Tensor], Tensor]) -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    model = Function(function)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.record()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    found = handle.report()
+    assert found["samples"]["steps"] == [0]
+    assert {row["parameter"] for row in found["values"]["gradients"]} == {"linear.weight", "linear.bias"}
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_of_dtensors_the_gradients_of_this_rank_are_counted() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    handle.record()
+    F.mse_loss(model(distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])).to_local(), torch.ones(2, 4)).backward()
+    optimizer.step()
+    (row,) = handle.report()["values"]["gradients"]
+    assert (row["parameter"], row["zeros"] + sum(row["exponents"].values())) == ("weight", 16)
+
+
+def test_a_captured_graph_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    model = nn.Linear(4, 4)
+    handle.record()
+    model(torch.ones(2, 4))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        model(torch.ones(2, 4))
+    (row,) = [row for row in handle.report()["values"]["ops"] if row["op"].endswith("addmm")]
+    assert row["calls"] == 1
