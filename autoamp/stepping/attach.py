@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import UsageError, kind_of
+from autoamp.stepping.links import link_of
 
 __all__ = [
     "AttachedMethod",
@@ -179,5 +180,8 @@ def _names_in_live_modules() -> dict[int, str]:
         if id(module) not in children:
             with contextlib.suppress(Exception):
                 for name, param in module.named_parameters():
-                    names.setdefault(id(param), f"{type(module).__name__}.{name}")
+                    link = link_of(param)
+                    # The optimizer steps the master of a half parameter.
+                    for tensor in (param,) if link is None else (param, link.master):
+                        names.setdefault(id(tensor), f"{type(module).__name__}.{name}")
     return names

@@ -20,6 +20,7 @@ __all__ = [
     "Link",
     "check_shapes",
     "equalized",
+    "link_of",
     "linked",
     "load_master",
     "master_of",
@@ -94,11 +95,16 @@ _links: Any = WeakIdKeyDictionary()
 
 def master_of(parameter: Tensor) -> Tensor | None:
     """Return the fp32 master of a half parameter, None where it has none. Weights written from outside are in it."""
-    link: Link | None = _links.get(parameter)
-    if link is None or parameter.dtype not in HALF_DTYPES:
+    link = link_of(parameter)
+    if link is None:
         return None
     refresh_masters([(parameter, link)])
     return link.master
+
+
+def link_of(parameter: Tensor) -> Link | None:
+    """Return the link of a half parameter as it is, None where it has none."""
+    return _links.get(parameter) if parameter.dtype in HALF_DTYPES else None
 
 
 def load_master(parameter: Tensor, value: Tensor) -> None:
@@ -106,8 +112,8 @@ def load_master(parameter: Tensor, value: Tensor) -> None:
 
     The value may be the master itself, as where `torch.distributed.checkpoint` reads in place.
     """
-    link: Link | None = _links.get(parameter)
-    if link is not None and parameter.dtype in HALF_DTYPES:
+    link = link_of(parameter)
+    if link is not None:
         link.master.copy_(value)
         link.mark_equal(parameter)
 

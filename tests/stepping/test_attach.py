@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Linear, Parameter
 
+import autoamp
 from autoamp.errors import UsageError
 from autoamp.stepping.attach import AttachedMethod, is_optimizer, named_params, stepped_params
 
@@ -188,6 +190,20 @@ def test_names_come_from_live_modules() -> None:
     assert names == ["Net.layer1.weight", "Net.layer1.bias", "Net.body.0.weight", place]
     assert [id(param) for _, param in named_params(optimizer)] == [id(param) for param in stepped_params(optimizer)]
     assert half_built is not None
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_errors_name_parameters_of_the_model_where_masters_are_stepped(opt_level: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autoamp.initialize(model, optimizer, opt_level=opt_level, dtype=torch.float16, device_type="cpu")
+    handle = autoamp.current_handle()
+    assert handle is not None
+    handle.max_consecutive_skips = 1
+    with autoamp.scale_loss(model(torch.ones(2, 2)).sum() * float("inf"), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    with pytest.raises(autoamp.NonFiniteGradientsError, match=r"first in Sequential\.0\.weight, Sequential\.0\.bias, "):
+        optimizer.step()
 
 
 def test_names_start_at_the_outermost_module_unless_the_optimizer_was_given_names() -> None:
