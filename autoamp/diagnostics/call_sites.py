@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import Module
 
-__all__ = ["CallSite", "ModulePaths", "in_scaling", "program_line", "shown_file", "user_frame"]
+__all__ = ["CallSite", "ModulePaths", "in_scaling", "program_line", "shown_line", "user_frame"]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -45,7 +45,7 @@ class CallSite:
     @property
     def location(self) -> str | None:
         """The file and line as ``"file:line"``, relative to the working directory where it is below that."""
-        return None if self.file is None else f"{shown_file(self.file)}:{self.line}"
+        return None if self.file is None else shown_line(self.file, self.line)
 
     @property
     def where(self) -> str:
@@ -53,14 +53,13 @@ class CallSite:
         return self.module or (f"({self.root})" if self.module == "" else "-")
 
 
-def shown_file(file: str) -> str:
-    """Return a file's name, relative to the working directory where it is below that."""
-    try:
+def shown_line(file: str, line: int | None) -> str:
+    """Return ``"file:line"``, relative to the working directory where the file is below that."""
+    # ValueError: the file is on another drive.
+    with contextlib.suppress(ValueError):
         relative = os.path.relpath(file)
-    except ValueError:
-        # On another drive.
-        return file
-    return file if relative.startswith(os.pardir) else relative
+        file = file if relative.startswith(os.pardir) else relative
+    return f"{file}:{line}"
 
 
 @functools.cache
@@ -82,7 +81,7 @@ def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
 def program_line(frame: types.FrameType | None) -> str | None:
     """Return ``"file:line"`` of the first frame that is neither torch's nor autoamp's; None where all are."""
     frame = user_frame(frame)
-    return None if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return None if frame is None else shown_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def in_scaling(frame: types.FrameType | None) -> bool:

@@ -159,7 +159,7 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except (zipfile.BadZipFile, KeyError):
         finding = {}
-    if finding.get("format") != _FORMAT:
+    if finding.pop("format", None) != _FORMAT:
         raise UsageError(f"{str(path)!r} is no capsule of this version of autoamp; give a file of run --capsule")
     tell(finding["text"])
     python = finding["versions"]["python"]
@@ -176,10 +176,7 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {writer}") from None
     for record in loaded["records"]:
         record.versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(record.inputs)]
-    return Capsule(
-        finding["overflow"], finding["text"], finding["versions"], loaded["records"], loaded["precisions"],
-        loaded["settings"], loaded["scale"],
-    )  # fmt: skip
+    return Capsule(**finding, **loaded)
 
 
 def versions() -> dict[str, str]:

@@ -62,11 +62,8 @@ def check_lists() -> tuple[str, ...]:
 
 def _covered(name: str, listed: set[str]) -> bool:
     """Tell whether a name is in the lists, or is the in-place form of a name that is."""
-    if name in listed:
-        return True
-    if name.startswith("__i") and f"__{name[3:]}" in listed:
-        return True
-    return name.endswith("_") and not name.endswith("__") and name[:-1] in listed
+    out_of_place = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    return name in listed or out_of_place in listed
 
 
 def _is_there(rule: CastRule) -> bool:

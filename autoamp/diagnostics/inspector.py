@@ -28,7 +28,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.call_sites import program_line, shown_file, user_frame
+from autoamp.diagnostics.call_sites import program_line, shown_line, user_frame
 from autoamp.diagnostics.exponents import readable_tensors
 from autoamp.diagnostics.op_names import CASTS, bare_name, fp32_entry, spelled_at
 from autoamp.diagnostics.verdicts import (
@@ -389,7 +389,7 @@ class Inspector(TorchFunctionMode):
     def _site_of(self, function: Any) -> Site:
         """Return the site of a function of the program: the line of its backward pass."""
         code = getattr(inspect.unwrap(function.backward), "__code__", None)
-        line = None if code is None else f"{shown_file(code.co_filename)}:{code.co_firstlineno}"
+        line = None if code is None else shown_line(code.co_filename, code.co_firstlineno)
         return Site(function.__name__, self.path_of_module(), line)
 
 
@@ -416,11 +416,6 @@ def _widened(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _to_fp32(tensor: Tensor) -> Tensor:
     """Return a half tensor in fp32, another one as it is."""
     return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
-
-
-def _fp32_copy(tensor: Tensor) -> Tensor:
-    """Return a copy, a half tensor in fp32. An op may write to it, as batch_norm does to its statistics."""
-    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor.clone()
 
 
 def _floating(value: Any) -> list[Tensor]:
@@ -593,7 +588,7 @@ class OpWatch(Inspector):
         if origin.site.op in CASTS:
             self._verdicts[origin] = HalfPrecisionOp
             return
-        if "out" in call.kwargs or origin.site.in_place or str(getattr(call.func, "__name__", "")).startswith("__i"):
+        if "out" in call.kwargs or origin.site.in_place:
             return
         devices = [one.device for one in iter_tensors((call.args, call.kwargs)) if one.is_cuda][:1]
         with (
@@ -602,7 +597,9 @@ class OpWatch(Inspector):
             self._casts.switched(False, forced_off=True),
             torch.random.fork_rng(devices),
         ):
-            outputs = _floating(call.func(*map_tensors(call.args, _fp32_copy), **map_tensors(call.kwargs, _fp32_copy)))
+            # The op may write to its arguments, as batch_norm does to its statistics.
+            args, kwargs = map_tensors((call.args, call.kwargs), lambda tensor: _to_fp32(tensor.clone()))
+            outputs = _floating(call.func(*args, **kwargs))
             if outputs:
                 self._note_fp32(origin, nonfinite_value(*outputs) is None)
 
@@ -640,13 +637,11 @@ class OpWatch(Inspector):
         if made.site is None:
             return None
         verdict = self._verdicts.get(made)
-        if verdict is None:
-            return made.in_unknown_precision(phase)
         if verdict is ScaleSearch:
             return made.finding(ScaleSearch(), phase)
         if verdict is HalfPrecisionOp:
             return made.in_half_precision(phase, self._casts.dtype)
-        return made.in_fp32(phase)
+        return made.in_unknown_precision(phase) if verdict is None else made.in_fp32(phase)
 
 
 def _gives_finite(node: Any, got: Sequence[Any], factor: float) -> bool:

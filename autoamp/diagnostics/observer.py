@@ -22,7 +22,7 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError
 from autoamp.ops import Target
-from autoamp.patching import mark, original_of
+from autoamp.patching import imitate, original_of
 from autoamp.torch_private import DispatchMode
 
 __all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
@@ -241,9 +241,7 @@ class Observation:
             finally:
                 thread.modules = before
 
-        watching: Any = functools.update_wrapper(call, replacement, updated=())
-        watching.__wrapped__ = original_of(replacement)
-        return mark(watching, original_of(replacement))
+        return imitate(call, original_of(replacement))
 
 
 class OperatorObserver(Observer):

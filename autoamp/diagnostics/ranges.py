@@ -183,11 +183,7 @@ class RangeProfile(ValueProfile):
     """
 
     def __init__(
-        self,
-        casts: Casts,
-        observation: Observation,
-        start: Callable[[Observer], Watch],
-        scale_of: Callable[[], float],
+        self, casts: Casts, observation: Observation, start: Callable[[Observer], Watch], scale_of: Callable[[], float]
     ) -> None:
         super().__init__(observation, start)
         self.loss_scale = 1.0

@@ -112,7 +112,7 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
 
 def _fault(fault: Fault) -> dict[str, Any]:
     return {
-        "step": fault.step, "sentence": fault.sentence, "overflow": fault.overflow.to_dict(),
+        "step": fault.overflow.iteration, "sentence": fault.sentence, "overflow": fault.overflow.to_dict(),
         "remedy": fault.overflow.suggestion,
     }  # fmt: skip
 

@@ -42,7 +42,7 @@ class Recording(Watch):
         self.check = StepCheck(handle)
         self._handle = handle
         self._sample = sample
-        self._skips_noted = handle.optimizers.counts.all_skipped
+        self._skipped_before = handle.optimizers.counts.all_skipped
         self._stack = contextlib.ExitStack()
 
     def start(self) -> Recording:
@@ -89,10 +89,8 @@ class Recording(Watch):
         """Note the skips that were not explained."""
         if self._handle.overflows.always or self._waits_for_device():
             return
-        total = self._handle.optimizers.counts.all_skipped
-        self.skips += [(self.steps, self.scales[-1][1], None)] * (total - self._skips_noted)
-        self._skips_noted = total
+        skipped = self._handle.optimizers.counts.all_skipped - self._skipped_before
+        self.skips += [(self.steps, self.scales[-1][1], None)] * (skipped - len(self.skips))
 
     def _overflowed(self, found: Overflow) -> None:
-        self._skips_noted += 1
         self.skips.append((self.steps, found.loss_scale or self.scales[-1][1], found))

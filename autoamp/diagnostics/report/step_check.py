@@ -33,12 +33,10 @@ class Fault:
     """An op that overflows in half precision in a step that was not skipped.
 
     Attributes:
-        step: The number of the step.
         sentence: What was found, without the remedy.
-        overflow: The op.
+        overflow: The op, and the number of the step.
     """
 
-    step: int
     sentence: str
     overflow: Overflow
 
@@ -106,7 +104,7 @@ class StepCheck:
         overflow = origin.in_half_precision("forward", half.half_dtype)
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
-        return Fault(step, sentence, replace(overflow, iteration=step, parameter=names[0]))
+        return Fault(sentence, replace(overflow, iteration=step, parameter=names[0]))
 
 
 def _overflows_in_half(origin: Origin) -> bool:
