@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,17 +38,14 @@ class Counts(Observer, Watch):
         super().__init__(None if on_stop is None else functools.partial(on_stop, self))
         self._casts_of_handle = casts
         self._lock = threading.Lock()
-        self._ops: Counter[tuple[str, str]] = Counter()
+        self._ops: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._casts: Counter[tuple[str, str]] = Counter()
 
     @property
     def ops(self) -> dict[str, dict[str, int]]:
         """Calls by function and dtype, of several the widest: ``{"torch.matmul": {"float16": 3}}``."""
-        found: dict[str, dict[str, int]] = {}
         with self._lock:
-            for (name, dtype), calls in sorted(self._ops.items()):
-                found.setdefault(name, {})[dtype] = calls
-        return found
+            return {name: dict(sorted(calls.items())) for name, calls in sorted(self._ops.items())}
 
     @property
     def casts(self) -> dict[tuple[str, str], int]:
@@ -91,7 +88,7 @@ class Counts(Observer, Watch):
         widest = functools.reduce(torch.promote_types, [after for _, after in dtypes])
         changed = [(dtype_name(before), dtype_name(after)) for before, after in dtypes if before is not after]
         with self._lock:
-            self._ops[call.op.name, dtype_name(widest)] += 1
+            self._ops[call.op.name][dtype_name(widest)] += 1
             self._casts.update(changed)
 
 
@@ -100,7 +97,8 @@ def sum_of(several: Iterable[Counts]) -> Counts:
     total = Counts()
     for counts in several:
         with counts._lock:
-            total._ops.update(counts._ops)
+            for name, calls in counts._ops.items():
+                total._ops[name].update(calls)
             total._casts.update(counts._casts)
     return total
 

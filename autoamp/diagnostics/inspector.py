@@ -324,16 +324,14 @@ class Inspector(TorchFunctionMode):
                 if (cast := self._cast_sites.pop(tensor, None)) is not None:
                     cast.op, cast.names, cast.in_place = name, site.names, site.in_place
         self.take_nodes(outputs, site)
-        for origin in self._follow(site, call, outputs):
-            self.made_by_call(origin, call)
+        self._follow(site, call, outputs)
         return result
 
-    def _follow(self, site: Site, call: InspectedCall, outputs: Sequence[Tensor]) -> list[Origin]:
-        """Follow inf and nan through a call. Returns the origins that are the call itself."""
+    def _follow(self, site: Site, call: InspectedCall, outputs: Sequence[Tensor]) -> None:
+        """Follow inf and nan through a call."""
         given = sorted((self.origin_of(tensor) for tensor in call.flawed), key=lambda origin: origin.intended)
         nan_came = nonfinite_value(*call.flawed) == "nan"
         site.source = given[0] if given else None
-        made = []
         for output in outputs:
             value = nonfinite_value(output)
             if value is None:
@@ -349,10 +347,9 @@ class Inspector(TorchFunctionMode):
                 intended = call.name in _WRITERS and value != "nan"
                 origin = Origin(site, value, call.sizes, output.detach(), intended)
                 self.origins.append(origin)
-                made.append(origin)
+                self.made_by_call(origin, call)
             self._origin_of[output] = origin
             site.source = site.source or origin
-        return made
 
     def origin_of(self, tensor: Tensor) -> Origin:
         """Return where the inf or nan of a tensor came from. No op made it if none was seen to."""

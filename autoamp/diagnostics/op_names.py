@@ -15,24 +15,13 @@ from autoamp.ops import known_ops
 
 __all__ = ["CASTS", "bare_name", "fp32_entry", "spelled_at", "spellings"]
 
-_OPERATORS = {
-    "add": ("__add__", "__radd__"),
-    "sub": ("__sub__", "__rsub__"),
-    "rsub": ("__rsub__",),
-    "mul": ("__mul__", "__rmul__"),
-    "div": ("__truediv__", "__rtruediv__"),
-    "pow": ("__pow__", "__rpow__"),
-    "matmul": ("__matmul__", "__rmatmul__"),
-    "remainder": ("__mod__", "__rmod__"),
-    "floor_divide": ("__floordiv__", "__rfloordiv__"),
-}
+# By Python's name of an operator torch's name of the op. Torch has `__rdiv__` beside `__rtruediv__`.
+_OPS = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "pow": "pow", "matmul": "matmul",
+    "mod": "remainder", "floordiv": "floor_divide",
+}  # fmt: skip
+_OPERATORS = {op: (f"__{word}__", f"__r{word}__") for word, op in _OPS.items()} | {"rsub": ("__rsub__",)}
 _ALIASES = {"sub": ("subtract",), "mul": ("multiply",), "div": ("divide", "true_divide")}
-
-
-# What Python calls truediv torch calls div.
-_WORDS = {one.strip("_"): op for op, several in _OPERATORS.items() for one in several[:1] if op != "rsub"} | {
-    "div": "div"
-}
 
 CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
 """The bare names of casts. A rule on these would take away what a program asks for."""
@@ -46,7 +35,7 @@ def bare_name(function: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         word = name[2:-2]
         # The reflected and the in-place form have an r or an i before it.
-        return _WORDS.get(word) or _WORDS.get(word[1:]) or word
+        return _OPS.get(word) or _OPS.get(word[1:]) or word
     return name[:-1] if name.endswith("_") else name
 
 

@@ -182,16 +182,12 @@ class CastTrace(OperatorObserver):
         if call is None:
             if name not in _COPIES:
                 self._saw_unlisted(name, args, kwargs, result)
-        elif name in _CASTS:
-            # The arguments in `to_cast` are floating tensors.
-            if id(args[0]) in call.to_cast and args[0].dtype is not result.dtype and result.is_floating_point():
-                call.casts += 1
+        elif name in _COPIES and id(args[0]) in call.to_cast:
+            # An in-place form casts its argument, and copies its result back to it.
+            source = args[0] if name in _CASTS else args[1]
+            if source.dtype is not result.dtype and result.is_floating_point():
+                call.casts += name in _CASTS
                 call.row.add_cast(result.nbytes)
-        elif name == "aten::copy_":
-            into, source = args[0], args[1]
-            if id(into) in call.to_cast and into.dtype is not source.dtype and into.is_floating_point():
-                # An in-place form writes its result back to its argument.
-                call.row.add_cast(into.nbytes)
 
     def _saw_unlisted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         tensors = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]

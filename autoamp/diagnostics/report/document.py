@@ -50,7 +50,7 @@ def report_of(handle: Any) -> dict[str, Any]:
     samples, check, settings = recording.samples, recording.check, handle.settings
     skips, faults = _skips(recording), [_fault(fault) for fault in check.faults]
     trace = samples.trace.to_dict()
-    document = {
+    document: dict[str, Any] = plain({
         "schema": SCHEMA,
         "kind": KIND,
         "dtype": dtype_name(settings.dtype),
@@ -71,9 +71,8 @@ def report_of(handle: Any) -> dict[str, Any]:
         "lists": settings.table.sources,
         "coverage": _coverage(recording),
         "versions": versions(),
-    }  # fmt: skip
-    checked: dict[str, Any] = plain(document)
-    return checked
+    })  # fmt: skip
+    return document
 
 
 def plain(value: Any) -> Any:

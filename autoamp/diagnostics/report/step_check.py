@@ -82,11 +82,9 @@ class StepCheck:
         if not records:
             raise CannotReplay("no call of a module was recorded outside of torch.autocast")
         with overflows.apart():
-            for record in records:
-                fault = None if record.too_large else self._fault_of_call(step, record)
-                if fault is not None:
-                    return fault
-        return None
+            faults = (self._fault_of_call(step, record) for record in records if not record.too_large)
+            fault = next(filter(None, faults), None)
+        return fault
 
     def _fault_of_call(self, step: int, record: Record) -> Fault | None:
         """Return the first op of a call that overflows in half precision, if that changes gradients."""
