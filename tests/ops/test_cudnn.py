@@ -147,6 +147,18 @@ def test_weights_are_cast_one_by_one_where_there_is_nothing_to_lay_out(monkeypat
     assert not LAYOUTS
 
 
+def test_a_compiler_traces_no_flat_copy() -> None:
+    run = build_recurrent(torch.gru, started(torch.bfloat16), lay_out, lambda _: True)
+    weights = list(nn.GRU(5, 6).parameters())
+
+    def declined(x: Tensor) -> tuple[Tensor, bool]:
+        args = x, torch.zeros(1, 3, 6), weights, True, 1, 0.0, False, False, False
+        return x * 1, run(args, {}) is NotImplemented
+
+    assert not declined(x := torch.randn(4, 3, 5))[1]
+    assert torch.compile(declined, backend="eager", fullgraph=True)(x)[1]
+
+
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_casts_of_a_cell_s_weights_are_kept_at_once(half: torch.dtype, cell: Any) -> None:
     class Loop(nn.Module):

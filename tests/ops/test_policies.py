@@ -331,7 +331,8 @@ def test_promotion(handle: autoamp.Handle) -> None:
 def test_out_takes_the_value_in_its_own_dtype(handle: autoamp.Handle) -> None:
     h = torch.randn(3, 5).half()
     expected = torch.exp(h.float())
-    for out in (torch.empty(3, 5), torch.empty(3, 5, dtype=HALF), torch.empty(3, 5).double(), torch.empty(0), h):
+    other_sizes = torch.empty(0), torch.empty(4, 5)
+    for out in (torch.empty(3, 5), torch.empty(3, 5, dtype=HALF), torch.empty(3, 5).double(), *other_sizes, h):
         dtype = out.dtype
         assert torch.exp(h, out=out) is out
         assert torch.equal(out, expected.to(dtype))
