@@ -75,7 +75,7 @@ def check_half_norms(models: Iterable[Module]) -> None:
                 return
 
 
-def check_half_model(models: Iterable[Module], level: str, *, masters: bool = False) -> None:
+def check_half_model(models: Iterable[Module], level: str, *, masters: bool) -> None:
     """Warn of parameters that are in half precision before `initialize` has cast anything.
 
     Args:

@@ -127,10 +127,9 @@ class MasterWeights:
                 master.requires_grad_(half.requires_grad)
                 self._hook(half, link)
             wide = master.grad
-            if grad is wide and (grad is None or link.shares(grad)):
-                if grad is None:
-                    link.share(None)
-            elif link.shares(grad) or (grad is None and not link.shares(wide) and not (new_pass and link.has_shared)):
+            if grad is wide and link.shares(grad):
+                continue
+            if link.shares(grad) or (grad is None and not link.shares(wide) and not (new_pass and link.has_shared)):
                 _share(half, link, wide)
             elif grad is not None and grad.dtype in HALF_DTYPES:
                 fresh.append((half, link))

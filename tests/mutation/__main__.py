@@ -58,6 +58,8 @@ TESTS = {
         "tests/auto_scaling",
         "tests/property/test_training.py",
         "tests/integration/test_device_steps.py",
+        "tests/integration/test_misuse.py::test_a_warning_gives_the_value_the_rule_and_the_remedy_once",
+        "tests/integration/test_misuse.py::test_what_is_right_is_not_told",
         "tests/levels",
         "tests/fp16_utils",
         "tests/runtime",

@@ -36,6 +36,21 @@ def test_masters_start_from_the_fp32_values() -> None:
     assert master_of(nn.Linear(1, 1).weight) is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_no_wrapper_keeps_equal_begin_with_what_halves_hold(
+    ranks: int, fake_ranks: Callable[[int], None]
+) -> None:
+    """Collectives copy half parameters to other ranks, which have other low bits in their masters."""
+    fake_ranks(ranks)
+    model = network()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    o2(model, optimizer)
+    backward(model, optimizer)
+    optimizer.step()
+    assert equal(masters(optimizer), before if ranks == 1 else [b.half().float() for b in before])
+
+
 def test_the_largest_gradients_are_cast_in_parts() -> None:
     """Together they have more elements than are cast at once."""
     torch.manual_seed(0)
