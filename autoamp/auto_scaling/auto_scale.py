@@ -301,7 +301,7 @@ class AutoScale:
 
     def _guards(self) -> dict[StepGuard, Any]:
         """Return the guards with their optimizers, which a collection of garbage cannot take away from them so long."""
-        return {self._optimizers.guard(optimizer, check=False): optimizer for optimizer in list(self._known)}
+        return {self._optimizers.guard(optimizer): optimizer for optimizer in list(self._known)}
 
     # -- what the program sees of it --
 

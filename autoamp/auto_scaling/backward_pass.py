@@ -89,7 +89,7 @@ class PassCheck(OverflowCheck):
     @property
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
-        return self._flags.flagged() if self.overflowed and self._cleans else ()
+        return self._flags.flagged() if self._cleans else ()
 
 
 class ScaledPass:
