@@ -536,7 +536,10 @@ class OpWatch(Inspector):
 
     def looks_at(self, args: Any, kwargs: Any) -> bool:
         """Tell whether to look at a call: not if a compiler, a transform or a library deals with its tensors."""
-        return not torch.compiler.is_compiling() and not self._is_over and _are_plain((args, kwargs))
+        if torch.compiler.is_compiling() or self._is_over or not _are_plain((args, kwargs)):
+            return False
+        # Where torch.export makes fake tensors of a model's own, those that are made now are fake.
+        return _are_plain(torch.empty(0))
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:  # type: ignore[override]

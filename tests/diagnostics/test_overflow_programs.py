@@ -200,6 +200,16 @@ def test_an_op_that_cannot_be_looked_at() -> None:
     assert handle.last_overflow is None
 
 
+def test_a_model_is_exported_in_a_watched_step() -> None:
+    handle, net, x = started(64.0), nn.Linear(4, 4), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    assert net(x).requires_grad
+    exported = torch.export.export(net, (x,))
+    take_step(handle, net, optimizer, x=x)
+    handle.deactivate()
+    assert exported.module()(x).shape == (5, 4)
+
+
 class OwnState(nn.Linear):
     """Raises as it is pickled."""
 
