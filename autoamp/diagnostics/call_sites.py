@@ -9,6 +9,7 @@ import types
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
@@ -100,10 +101,9 @@ class ModulePaths:
 
     def __init__(self) -> None:
         # By outermost module: the paths of the modules within it.
-        self._paths: weakref.WeakKeyDictionary[Module, weakref.WeakKeyDictionary[Module, str]]
-        self._paths = weakref.WeakKeyDictionary()
+        self._paths: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
         # By module: the outermost module that it was last seen in.
-        self._homes: weakref.WeakKeyDictionary[Module, weakref.ref[Module]] = weakref.WeakKeyDictionary()
+        self._homes: WeakKeyDictionary[Module, weakref.ref[Module]] = WeakKeyDictionary()
 
     def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:
         """Return the path, the class and the outermost module's class for modules that call each other.
@@ -119,7 +119,7 @@ class ModulePaths:
         home = self._homes[root]()
         # A module without a home any more is outermost. It may be empty, and then it is false.
         home = root if home is None else home
-        paths = self._paths.setdefault(home, weakref.WeakKeyDictionary())
+        paths = self._paths.setdefault(home, WeakKeyDictionary())
         if module not in paths:
             paths.update((inner, name) for name, inner in home.named_modules())
         path = paths.get(module)
