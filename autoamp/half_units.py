@@ -12,12 +12,12 @@ import time
 
 import torch
 
-from autoamp.errors import warn_user
-from autoamp.tensors import default_half_dtype
+from autoamp.errors import UsageError, warn_user
 from autoamp.torch_private import mkldnn
 
 __all__ = [
     "HALF_NAMES",
+    "default_half_dtype",
     "falls_back_to_fp32",
     "half_dtype_with_units",
     "has_units",
@@ -69,6 +69,21 @@ def _units_of_cpu() -> list[torch.dtype]:
             torch.float16: (has.get("avx512_fp16") or has.get("amx_fp16")) and mkldnn.has_fp16(),
         }
     return [dtype for dtype, there in found.items() if there]
+
+
+def default_half_dtype(device_type: str) -> torch.dtype:
+    """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU.
+
+    Raises:
+        UsageError: Torch has none for it, as for ``"meta"``.
+    """
+    try:
+        return torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        raise UsageError(
+            f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
+            "torch.bfloat16, or choose another device type"
+        ) from None
 
 
 def half_dtype_with_units(device_type: str) -> torch.dtype | None:

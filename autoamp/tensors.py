@@ -11,8 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from autoamp.errors import UsageError
-
 __all__ = [
     "CASTABLE_LAYOUTS",
     "HALF_DTYPES",
@@ -20,7 +18,6 @@ __all__ = [
     "PLAIN_TYPES",
     "are_dense_fp32",
     "default_device_type",
-    "default_half_dtype",
     "dtype_name",
     "iter_tensors",
     "map_tensors",
@@ -87,21 +84,6 @@ def default_device_type() -> str:
     if accelerator is None or not torch.accelerator.is_available():
         return "cpu"
     return accelerator.type
-
-
-def default_half_dtype(device_type: str) -> torch.dtype:
-    """Return the half dtype that `torch.autocast` uses on ``device_type``: fp16 on CUDA, bf16 on a CPU.
-
-    Raises:
-        UsageError: Torch has none for it, as for ``"meta"``.
-    """
-    try:
-        return torch.get_autocast_dtype(device_type)
-    except RuntimeError:
-        raise UsageError(
-            f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
-            "torch.bfloat16, or choose another device type"
-        ) from None
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.half_units import has_units
+from autoamp.half_units import default_half_dtype, has_units
+from autoamp.tensors import HALF_DTYPES
 from tests.launches import Ended, launched, written
 
 SCRIPT = """
@@ -130,3 +131,9 @@ def test_init_does_not_start_cuda_to_ask_it(as_the_machine_is: pytest.MonkeyPatc
 def test_apples_gpus_have_units_for_fp16(as_the_machine_is: pytest.MonkeyPatch) -> None:
     assert has_units(torch.float16, "mps")
     assert not has_units(torch.bfloat16, "mps")
+
+
+def test_default_half_dtype_is_torch_s_own() -> None:
+    assert default_half_dtype("cpu") is torch.bfloat16
+    assert default_half_dtype("cuda") is torch.float16
+    assert set(HALF_DTYPES) == {torch.float16, torch.bfloat16}

@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from autoamp.tensors import (
-    HALF_DTYPES,
     default_device_type,
-    default_half_dtype,
     iter_tensors,
     map_tensors,
     without_grad,
@@ -162,12 +160,6 @@ def test_default_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_device_type() == "cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     assert default_device_type() == "cpu"
-
-
-def test_default_half_dtype_is_torch_s_own() -> None:
-    assert default_half_dtype("cpu") is torch.bfloat16
-    assert default_half_dtype("cuda") is torch.float16
-    assert set(HALF_DTYPES) == {torch.float16, torch.bfloat16}
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -18,14 +18,14 @@ import torch
 
 from autoamp.compat import added_to_real_apex, real_apex
 from autoamp.diagnostics import versions
-from autoamp.half_units import HALF_NAMES, half_dtype_with_units, has_units, missing_units
+from autoamp.half_units import HALF_NAMES, default_half_dtype, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
 from autoamp.memory import why_not_kept
 from autoamp.ops import expand, owns_its_names
 from autoamp.patching import original_of
 from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
 from autoamp.runtime import Region, Settings, check_device, device_type_of
-from autoamp.tensors import default_half_dtype, dtype_name
+from autoamp.tensors import dtype_name
 
 __all__ = [
     "bound_names",

@@ -21,10 +21,9 @@ from typing import Any
 from autoamp.cli.options import Options
 from autoamp.cli.output import say
 from autoamp.errors import UsageError
-from autoamp.half_units import has_units, missing_units
+from autoamp.half_units import default_half_dtype, has_units, missing_units
 from autoamp.rules import ENVIRONMENT_VARIABLE
 from autoamp.runtime import device_type_of
-from autoamp.tensors import default_half_dtype
 from autoamp.tuning import (
     METRICS_VARIABLE,
     Outcome,

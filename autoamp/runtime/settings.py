@@ -10,10 +10,11 @@ import torch
 
 from autoamp.diagnostics import versions
 from autoamp.errors import UsageError
+from autoamp.half_units import default_half_dtype
 from autoamp.modules import check_module_rules
 from autoamp.rules import CastTable, load_table
 from autoamp.scaling import make_scaler
-from autoamp.tensors import HALF_DTYPES, default_device_type, default_half_dtype
+from autoamp.tensors import HALF_DTYPES, default_device_type
 
 __all__ = ["Scope", "Settings", "check_device", "device_type_of"]
 
