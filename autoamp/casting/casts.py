@@ -91,10 +91,6 @@ class Casts:
         self.local.set_default(False, forced_off=True)
         self.cache.clear()
 
-    def step_ended(self) -> None:
-        """Drop the kept casts: an optimizer has changed the parameters."""
-        self.cache.clear()
-
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.on)
@@ -147,6 +143,9 @@ class Casts:
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
+
+    def note_step(self) -> None:
+        """Note that an optimizer has stepped."""
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
         """Note that the program has its own mixed precision. From now on its losses are not scaled for it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, load_capsule, versions
 from autoamp.diagnostics.counts import Counts, sum_of
-from autoamp.diagnostics.drift import check_lists
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.monitors import Followers, write_scalars
@@ -27,6 +26,7 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
+from autoamp.ops import check_lists
 
 __all__ = [
     "Call",

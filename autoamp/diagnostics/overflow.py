@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -28,8 +28,7 @@ from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.records import Record, RecordedStep, Recorder
 from autoamp.diagnostics.replay import CannotReplay, KeptState, gradients_of, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
-from autoamp.errors import UsageError
-from autoamp.patching import PatchSet
+from autoamp.errors import kind_of
 from autoamp.scaling import scaled_loss
 from autoamp.stepping import Skips, several_processes
 from autoamp.torch_private import compiler_callback
@@ -97,10 +96,12 @@ class OverflowTrace:
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Hear of a loss whose backward pass is about to run."""
+        self.recorder.refuse_in_loss("scaled a loss")
         self.recorder.note_loss(loss, scale)
 
     def step_begins(self) -> None:
         """Hear that an optimizer is called, which ends the recorded step."""
+        self.recorder.refuse_in_loss("called an optimizer")
         self._steps += 1
         self.recorder.end_step()
 
@@ -184,7 +185,7 @@ class OverflowTrace:
             return unlocated("no call of a module was recorded in this step")
         return unlocated("run again, the step gave finite gradients")
 
-    def explain_loss(self, compute_loss: Callable[[], object], scale: float) -> Overflow | None:
+    def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
         """Compute a loss and its gradients, and return what overflows; see `autoamp.runtime.Handle.explain_overflow`.
 
         Args:
@@ -192,19 +193,18 @@ class OverflowTrace:
             scale: The loss scale.
         """
         with self.apart() as state, self.recorder.one_step() as recorded:
-            patches = PatchSet()
-            patches.replace(torch.autograd, "backward", _refuse_backward)
-            try:
+            with self.recorder.loss_only():
                 loss = compute_loss()
-            finally:
-                patches.restore()
-            if not isinstance(loss, Tensor) or not loss.requires_grad:
-                raise _no_loss(f"returned a {type(loss).__name__} without a graph")
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    self.recorder.refuse_in_loss(f"returned {kind_of(loss)}, not a tensor of one element with a graph")
             self.recorder.note_loss(loss, scale)
+            gradients: Sequence[Tensor | None] = ()
             try:
                 gradients = gradients_of(reached_by([loss])[0], [scaled_loss(loss, scale)])
             except CannotReplay as error:
-                return replace(unlocated(str(error)), loss_scale=scale)
+                # The backward pass of a reentrant checkpoint: an overflow before that may still be located.
+                if not nonfinite_value(loss):
+                    return replace(unlocated(str(error)), loss_scale=scale)
             if not nonfinite_value(loss, *gradients):
                 return None
             # The calls run again from the state in which the step began.
@@ -226,17 +226,6 @@ class OverflowTrace:
             state.restore()
             self._casts.cache.clear()
             self.recorder.paused = paused
-
-
-def _no_loss(what: str) -> UsageError:
-    return UsageError(
-        "explain_overflow() takes a function that returns the loss before its backward pass, as in "
-        f"explain_overflow(lambda: loss_fn(model(x), y)), and this one {what}"
-    )
-
-
-def _refuse_backward(*args: Any, **kwargs: Any) -> None:
-    raise _no_loss("ran a backward pass")
 
 
 def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Overflow:

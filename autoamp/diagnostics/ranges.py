@@ -86,8 +86,9 @@ class OpRange:
 class ValueProfile(OperatorObserver):
     """The exponents of values as a program computes them, within a ``with`` statement.
 
-    Values that half precision has made 0 or inf are counted as such. Gradients are counted when an optimizer steps, of a
-    DTensor the part of this rank. Other values that `readable_tensors` leaves out are not counted.
+    Values that half precision has made 0 or inf are counted as such. Gradients are counted when an optimizer steps. Of
+    a gradient that is a DTensor only the shard of this rank is counted. Other values that `readable_tensors` leaves out
+    are not counted.
 
     Args:
         observation: Knows where calls are made.

@@ -27,6 +27,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import OpWatch, fp32_sum
+from autoamp.errors import UsageError
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import compiled_graphs, current_graph_task
@@ -142,7 +143,9 @@ class RecordedStep:
 
 
 class _Inside(threading.local):
+    # Within a module call, and within the function that `explain_overflow` takes.
     call = False
+    loss = False
 
 
 class Recorder:
@@ -200,6 +203,30 @@ class Recorder:
         finally:
             self.end_step()
             self.step, self.watched_steps, self.paused, self._graphs = before
+            if self.step.ops is not None and not self.step.ended:
+                self._watch(())
+
+    @contextlib.contextmanager
+    def loss_only(self) -> Iterator[None]:
+        """Refuse all but the computation of a loss within a ``with`` statement, in this thread."""
+        self.refuse_in_loss("called explain_overflow()")
+        self._inside.loss = True
+        try:
+            yield
+        finally:
+            self._inside.loss = False
+
+    def refuse_in_loss(self, what: str) -> None:
+        """Raise UsageError within `loss_only`.
+
+        Args:
+            what: What the function did that `explain_overflow` was given.
+        """
+        if self._inside.loss:
+            raise UsageError(
+                "explain_overflow() takes a function that returns the loss before its backward pass, as in "
+                f"explain_overflow(lambda: loss_fn(model(x), y)), and this one {what}"
+            )
 
     def _open_step(self) -> RecordedStep:
         """Return the step at hand: a new one after the last has ended."""
@@ -235,6 +262,7 @@ class Recorder:
             # A pass within a pass is a checkpoint's.
             if torch.compiler.is_compiling() or current_graph_task() != -1:
                 return original(tensors, *args, **kwargs)
+            self.refuse_in_loss("ran a backward pass")
             if self.step.scaled:
                 self.step.scaled -= 1
             elif not self.paused:

@@ -48,7 +48,7 @@ def gradients_of(
         return torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise CannotReplay(f"running the step again raised {type(error).__name__}: {first}") from None
+        raise CannotReplay(f"the backward pass raised {type(error).__name__}: {first}") from None
 
 
 class KeptState:

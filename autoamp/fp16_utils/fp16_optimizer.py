@@ -340,9 +340,9 @@ class _Owner:
     def step_begins(self, guard: StepGuard) -> None:
         """Let the active handle count this optimizer's steps."""
         if (optimizers := _optimizers()) is not None:
-            optimizers.note_own(guard.skips, self.scalers[0])
             if optimizers.watch is not None:
                 optimizers.watch.step_begins()
+            optimizers.note_own(guard.skips, self.scalers[0])
 
     def step_ended(self, guard: StepGuard) -> None:
         """Let the active handle know that a step has ended."""

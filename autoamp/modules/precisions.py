@@ -72,8 +72,8 @@ class ModulePrecisions:
         self._class_rules = tuple(
             rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)
         )
-        # Their classes may be defined until the first step.
-        self._unchecked = self._class_rules
+        # Set after the first step: a script may define a class until then.
+        self._checked = False
         self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._overrides: set[Override] = set()
@@ -112,9 +112,10 @@ class ModulePrecisions:
         return self._override({names[name]: precision for name, precision in chosen.items()})
 
     def warn_of_missing_classes(self) -> None:
-        """Warn once of rules on classes that are not defined, though a step has run and with it all that trains."""
-        waiting, self._unchecked = self._unchecked, ()
-        for rule in waiting:
+        """Warn once, after the first step, of rules on classes that do not exist."""
+        rules = () if self._checked else self._class_rules
+        self._checked = True
+        for rule in rules:
             fault = None if rule in self._matched else _fault(rule.pattern, waits=False)
             if fault is not None:
                 warn_user(f"a rule has no effect: {rule.origin}: {rule.pattern!r} under modules {fault}")
@@ -151,6 +152,7 @@ class ModulePrecisions:
         other._overrides |= self._overrides
         self._overrides, self.any = other._overrides, self.any or other.any
         self._matched |= other._matched
+        self._checked = other._checked
 
     def _override(self, precisions: Mapping[Module, ModulePrecision | None]) -> Override:
         override = Override(self._tags, precisions, self._undone)

@@ -34,9 +34,8 @@ class ModuleCasts(Casts):
         super().__init__(dtype, device_type, enable_caching=enable_caching, on=None)
         self._trains = False
 
-    def step_ended(self) -> None:
+    def note_step(self) -> None:
         """Note that an optimizer has stepped: half models from now on may be copies to save or to evaluate."""
-        super().step_ended()
         self._trains = True
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:

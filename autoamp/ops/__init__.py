@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoamp.ops.attention import builders_for_half_models
 from autoamp.ops.autocast_regions import AutocastRegions
+from autoamp.ops.drift import check_lists
 from autoamp.ops.policies import build_replacement
 from autoamp.ops.recurrent import build_check_input
 from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at
@@ -15,6 +16,7 @@ __all__ = [
     "build_check_input",
     "build_replacement",
     "builders_for_half_models",
+    "check_lists",
     "expand",
     "known_ops",
     "locate",

@@ -146,6 +146,8 @@ class Region:
             if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):
                 block.enter_context(disable_casts())
                 handle = handles.handle or NoOpHandle()
+                if not handle.settings.enabled:
+                    block.callback(handle.deactivate)
             else:
                 handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))
                 block.enter_context(runtime_of(handle).casts.switched(True, forced_off=False))

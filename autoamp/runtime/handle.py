@@ -405,17 +405,19 @@ class BaseHandle:
         """Compute a loss and its gradients, and return what overflows in that.
 
         The gradients are those at the current loss scale. If there is an overflow, the calls of modules run again, at
-        lower loss scales and in fp32. Random generators, buffers and the gradients of parameters are afterwards what
-        they were. ``trace_overflow`` is not needed.
+        lower loss scales and in fp32. Random generators and the buffers and attributes of modules are restored
+        afterwards. Gradients of parameters are not touched. ``trace_overflow`` is not needed.
 
         Args:
-            step_fn: Computes and returns the loss, unscaled. It runs neither its backward pass nor an optimizer.
+            step_fn: Computes the loss and returns it, unscaled, as a tensor with one element. It runs neither a
+                backward pass nor an optimizer.
 
         Returns:
             The first overflow; None if there is none.
 
         Raises:
-            UsageError: The handle is not active, or ``step_fn`` returns no loss or runs a backward pass.
+            UsageError: The handle is not active, or ``step_fn`` returns no such loss, scales it, runs its backward pass
+                or calls an optimizer.
         """
         run = self._active_runtime
         if not self.settings.enabled:

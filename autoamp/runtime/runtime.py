@@ -91,6 +91,7 @@ class Runtime:
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
 
     def _stepped(self, skips: Skips | None) -> None:
+        self.casts.note_step()
         self.precisions.warn_of_missing_classes()
         self.followers.stepped(lambda: skips is not None and skips.last)
 
@@ -130,6 +131,7 @@ class Runtime:
         self.ended = True
         if self.step_hook is not None:
             self.step_hook.remove()
+            self.step_hook = None
         self.precisions.undo_all()
         self.optimizers.release()
         self.models.restore()

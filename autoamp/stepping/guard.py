@@ -564,8 +564,8 @@ class StepGuard:
             del optimizer.found_inf
 
     def _prepare_step(self, *, makes_gradients: bool) -> None:
-        self.skips.steps += 1
         self.owner.step_begins(self)
+        self.skips.steps += 1
         self.last_step_ran = True
         self.grads.collect()
         self.checks.finish_delayed()
@@ -579,7 +579,7 @@ class StepGuard:
         """Bring up to date what follows from the parameters, which a step may have changed."""
         casts = self.owner.casts
         if casts is not None:
-            casts.step_ended()
+            casts.cache.clear()
         # An optimizer that skipped by itself left the masters as they were, and so are the halves after this.
         if self.masters is not None and self.last_step_ran:
             self.masters.copy_down()

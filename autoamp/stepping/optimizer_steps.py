@@ -102,7 +102,7 @@ class OptimizerSteps:
             self._running.discard(id(optimizer))
         if guard is None and not has_other_guard(optimizer):
             self._optimizers.plain_step_ended()
-        self._optimizers.casts.step_ended()
+        self._optimizers.casts.cache.clear()
         return result
 
     def _guard_at_step(self, optimizer: Any, closure: Any) -> StepGuard | None:
@@ -134,7 +134,7 @@ class OptimizerSteps:
         self._refuse_past_guard(optimizer)
         if self._optimizers.guard_of(optimizer) is None and not has_other_guard(optimizer):
             self._optimizers.plain_step_ended()
-        self._optimizers.casts.step_ended()
+        self._optimizers.casts.cache.clear()
 
     def _refuse_past_guard(self, optimizer: Any) -> None:
         guard = self._optimizers.guard_of(optimizer)

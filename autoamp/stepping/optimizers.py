@@ -94,11 +94,11 @@ class GuardedOptimizers:
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
+        if self.watch is not None:
+            self.watch.step_begins()
         self.counts.step_begins(guard.skips)
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
-        if self.watch is not None:
-            self.watch.step_begins()
         self.compare_settings(guard)
 
     def compare_settings(self, guard: StepGuard) -> None:
@@ -116,9 +116,9 @@ class GuardedOptimizers:
 
     def plain_step_begins(self, optimizer: Any) -> None:
         """Hear of the step of an optimizer whose losses nobody scales."""
-        self.check_underflow(optimizer)
         if self.watch is not None:
             self.watch.step_begins()
+        self.check_underflow(optimizer)
 
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""

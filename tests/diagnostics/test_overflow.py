@@ -10,6 +10,7 @@ import operator
 import os
 import random
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import torch_private
@@ -687,17 +689,30 @@ def test_explain_a_loss_exactly() -> None:
     assert handle.explain_overflow(lambda: mean_square(net(x))) is None
 
 
-@pytest.mark.parametrize(
-    "way", ["scale_loss", "backward", "FP16_Optimizer", "GradScaler", "NoneType", "float", "Tensor"]
-)
+REFUSED = {
+    "scale_loss": "scaled a loss", "FP16_Optimizer": "scaled a loss", "GradScaler": "scaled a loss",
+    "backward": "ran a backward pass", "step": "called an optimizer", "closure": "called an optimizer",
+    "nested": r"called explain_overflow\(\)",
+    "None": "returned None", "float": "returned a float",
+    "no graph": "returned a Tensor", "several": "returned a Tensor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", REFUSED)
 def test_explain_takes_a_loss_before_its_backward_pass(way: str) -> None:
     """What else is given is refused, and changes nothing."""
-    handle, net = started(traced=False), Net()
-    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    handle, net = started(None, traced=False), Net()
+    optimizer: Any = (torch.optim.LBFGS if way == "closure" else torch.optim.SGD)(net.parameters(), lr=0.1)
     if way == "FP16_Optimizer":
         optimizer = FP16_Optimizer(optimizer)
+    # Times the loss scale these would be inf.
+    for param in net.parameters():
+        param.grad = torch.full_like(param, 1e35)
     before, scale = [param.clone() for param in net.parameters()], handle.loss_scale
-    returned: dict[str, Any] = {"NoneType": lambda loss: None, "float": Tensor.item, "Tensor": Tensor.detach}
+    returned: dict[str, Any] = {
+        "None": lambda loss: None, "float": Tensor.item,
+        "no graph": Tensor.detach, "several": lambda loss: loss.expand(2),
+    }  # fmt: skip
 
     def step() -> Any:
         loss = mean_square(net(torch.randn(5, 4)))
@@ -706,24 +721,63 @@ def test_explain_takes_a_loss_before_its_backward_pass(way: str) -> None:
         if way == "scale_loss":
             with handle.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
-        elif way == "backward":
-            loss.backward()
         elif way == "FP16_Optimizer":
             optimizer.backward(loss)
-        else:
+        elif way == "GradScaler":
             torch.amp.GradScaler("cpu").scale(loss).backward()
-        optimizer.step()
+        elif way == "nested":
+            handle.explain_overflow(step)
+        elif way == "backward":
+            loss.backward()
+        else:
+            optimizer.step(*([lambda: loss] if way == "closure" else []))
         return loss
 
-    what = f"returned a {way} without a graph" if way in returned else "ran a backward pass"
-    with pytest.raises(UsageError, match=rf"returns the loss before its backward pass, .* this one {what}"):
+    with pytest.raises(UsageError, match=rf"returns the loss before its backward pass, .* this one {REFUSED[way]}"):
         handle.explain_overflow(step)
-    assert all(param.grad is None for param in net.parameters())
     assert all(map(torch.equal, net.parameters(), before))
+    assert all(bool((param.grad == 1e35).all()) for param in net.parameters() if param.grad is not None)
     assert (handle.loss_scale, handle.stats["steps"], handle.stats["skipped"]) == (scale, 0, 0)
-    # The same training goes on.
     take_step(handle, net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert (handle.stats["steps"], handle.last_step_skipped) == (1, False)
+
+
+def test_another_thread_trains_while_a_loss_is_explained() -> None:
+    handle, net, other = started(traced=False), Net(), Net()
+
+    def step() -> Tensor:
+        thread = threading.Thread(target=lambda: mean_square(other(torch.randn(5, 4))).backward())
+        thread.start()
+        thread.join()
+        return mean_square(net(torch.randn(5, 4)))
+
+    assert handle.explain_overflow(step) is None
+    assert all(param.grad is not None for param in other.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_explain_within_checkpoints(reentrant: bool) -> None:
+    """`torch.autograd.grad` raises for a reentrant checkpoint. An overflow before that is located all the same."""
+
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    handle, net = started(traced=False), Checkpointed(squared)
+    found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4, requires_grad=True))))
+    assert (found.kind, found.op, found.location) == ("half_precision_op", "mul", BIG_TIMES_BIG)
+
+
+def test_explain_between_forward_and_loss_leaves_the_watch_of_the_step() -> None:
+    handle, net = started(64.0), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    out = net(torch.randn(5, 4))
+    assert handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4)))) is None
+    with handle.scale_loss((out.float() * 1e30).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert handle.last_overflow is not None
+    assert handle.last_overflow.op == "pow"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "half"])

@@ -320,3 +320,16 @@ def test_fp16_optimizer_takes_the_masters_that_are_there() -> None:
     optimizer.step()
     assert not torch.equal(masters[0], before)
     assert torch.equal(model[0].weight, masters[0].half())
+
+
+def test_a_class_that_is_never_defined_is_warned_of_once_after_the_first_step() -> None:
+    lists, counts = {**LISTS, "modules": {"__main__.NeverDefined": "fp32"}}, []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed, (model, optimizer) in enumerate([pair(0), pair(1)]):
+            autoamp.initialize(model, optimizer, dtype=torch.float16, device_type="cpu", lists=lists, verbosity=0)
+            for _ in range(2):
+                counts.append(len([one for one in caught if "a rule has no effect" in str(one.message)]))
+                step(model, optimizer, seed)
+    assert counts == [0, 1, 1, 1]
+    assert any("'__main__.NeverDefined' under modules names no class" in str(one.message) for one in caught)

@@ -320,6 +320,19 @@ def test_a_model_that_was_seen_in_fp32_may_become_half(handle: Handle, half: tor
     assert casts_of(handle).yielded_to == "Probe in float16"
 
 
+def test_a_half_model_that_a_closure_trains_ends_the_casts(handle: Handle, half: torch.dtype) -> None:
+    model = Probe().to(half)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(2, 4, dtype=half)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert casts_of(handle).yielded_to == f"Probe in {str(half).removeprefix('torch.')}"
+
+
 def test_a_half_copy_of_a_trained_model_ends_nothing(handle: Handle, half: torch.dtype) -> None:
     model = Probe()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -381,6 +381,19 @@ def test_followers_of_a_disabled_handle_end_with_it(training: Training) -> None:
     assert stepped == ["enabled"]
 
 
+def test_followers_of_a_disabled_region_end_with_it(training: Training) -> None:
+    stepped: list[str] = []
+    with autoamp.region(enabled=False) as handle:
+        handle.follow(lambda: stepped.append("in the region"))
+        training.optimizer.step()
+    training.optimizer.step()
+    assert stepped == ["in the region"]
+    with autoamp.region(enabled=False) as handle:
+        handle.follow(lambda: stepped.append("again"))
+        training.optimizer.step()
+    assert stepped == ["in the region", "again"]
+
+
 def test_a_norm_type_that_is_none_is_refused_before_gradients_change(training: Training) -> None:
     handle = init()
     training.loss().backward()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.diagnostics.drift import check_lists, public_names
+from autoamp.ops.drift import check_lists, public_names
 from autoamp.ops.targets import known_ops
 from autoamp.rules.loader import shipped_table
 from autoamp.rules.table import CastPolicy, CastTable

@@ -10,7 +10,7 @@ import inspect
 import torch
 
 from autoamp.errors import ListFileError
-from autoamp.ops import known_ops, locate
+from autoamp.ops.targets import known_ops, locate
 from autoamp.rules import CastRule, admits_version, shipped_sets, shipped_table
 
 __all__ = ["check_lists", "public_names"]
