@@ -135,16 +135,17 @@ class NonFiniteSteps:
         """Look at the gradients or losses that an optimizer is about to step by."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        step = self._overflows.recorder.step
+        step, acts = self._overflows.recorder.step, self._action != "warn"
+        # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
+        sees_losses = not (acts and several_processes())
         if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
             # The program's own scaler has found the gradients to be finite.
-            self._check(optimizer, (), [loss for loss in step.losses if loss.numel() == 1], waits=False)
+            losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses]
+            self._check(optimizer, (), losses, waits=acts)
         if self._is_checked(optimizer):
             return
-        params = stepped_params(optimizer)
-        waits = self._action != "warn" or self._overflows.wants_flags
-        # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
-        losses = [] if self._action != "warn" and several_processes() else step.unscaled
+        params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
+        waits = acts or self._overflows.wants_flags
         if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
             raise UsageError(
                 "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
@@ -176,8 +177,9 @@ class NonFiniteSteps:
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
             return
-        skips = self._action == "skip" and not self.own_scaler.stepping
-        self._take_note(NonFiniteStep(number, type(optimizer).__name__, tuple(names), skips), optimizer)
+        self._take_note(
+            NonFiniteStep(number, type(optimizer).__name__, tuple(names), self._action == "skip"), optimizer
+        )
 
     def _is_checked(self, optimizer: Any) -> bool:
         """Tell whether the step is left out by others where gradients overflowed."""

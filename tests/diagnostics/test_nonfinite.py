@@ -196,6 +196,33 @@ def test_the_second_of_three_steps_under_an_own_scaler(kind: str, skipped: int, 
     handle.deactivate()
 
 
+def test_a_loss_of_inf_under_an_own_scaler_is_skipped_or_raises() -> None:
+    """The gradients are finite, so the scaler itself takes the step."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(handle: Any, added: float) -> tuple[int, int]:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() + added).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return handle.stats["nonfinite"], handle.stats["skipped"]
+
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="skip")
+    with pytest.warns(UserWarning, match="step 0 of SGD has inf or nan in the loss, and is left out"):
+        assert step(handle, math.inf) == (1, 1)
+    assert handle.last_step_skipped
+    assert bool((weight == 1.0).all())
+    assert step(handle, 0.0) == (1, 1)
+    assert bool((weight < 1.0).all())
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="raise")
+    before = weight.detach().clone()
+    with pytest.raises(autoamp.NonFiniteGradientsError, match="has inf or nan in the loss"):
+        step(handle, math.inf)
+    assert torch.equal(weight, before)
+
+
 def test_a_bad_choice_is_told() -> None:
     with pytest.raises(autoamp.UsageError, match="'ignore' is unknown; choose 'warn', 'raise', 'skip'"):
         autoamp.init(device_type="cpu", on_nonfinite="ignore")
