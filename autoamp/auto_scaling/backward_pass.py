@@ -207,7 +207,7 @@ class ScaledPass:
         """Return nan in place of what a hook made of a gradient that overflowed, where other ranks are to see it."""
         if self._cleans or gradient.layout is not torch.strided:
             return gradient
-        # Without a dimension, for a gradient that has none.
+        # The flag has shape (1,). A gradient without dimensions needs one without.
         return torch.where(self._flags.of(leaf).reshape(()) != 0, math.nan, gradient)
 
     def is_now(self) -> bool:

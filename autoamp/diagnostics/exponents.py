@@ -54,7 +54,7 @@ class Exponents:
         self.zeros = 0
 
     def add(self, *tensors: Tensor) -> None:
-        """Count the elements of tensors, as far as `readable_tensors` has them; fp64 is rounded to fp32 first."""
+        """Count the elements of those tensors that can be read (`readable_tensors`); fp64 is rounded to fp32 first."""
         for tensor in readable_tensors(tensors):
             bits = tensor.detach().float().contiguous().flatten().view(torch.int32) & 0x7FFFFFFF
             rounded = torch.where(bits < _NO_CARRY, bits + _HALF_BIT, bits)

@@ -1,7 +1,7 @@
 """Steps that no loss scale guards: inf or nan in the gradients is seen before the optimizer writes it into weights.
 
 bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. Torch's hook of all optimizers sees each step
-there. If the step is to be left out or to raise, all gradients are looked at, and the host waits for the device. For a
+there. If the step is to be skipped or to raise, all gradients are looked at, and the host waits for the device. For a
 warning the loss is enough: gradients that are not finite make the next loss so. On a CPU the gradients of the first
 vectors, such as biases, tell of most backward passes in the same step: these reach them last, and inf and nan go with
 them. On other devices a flag is read once it has arrived.
@@ -42,7 +42,7 @@ class NonFiniteStep:
         optimizer: The class of the optimizer.
         parameters: The first parameters whose gradients are not finite, or whose weights are after the step; none where
             only the loss is not.
-        skipped: Whether the step was left out.
+        skipped: Whether the step was skipped.
         overflow: What made the inf or nan, where that was looked for.
     """
 
@@ -54,7 +54,7 @@ class NonFiniteStep:
 
     def __str__(self) -> str:
         where = f"the gradients of {', '.join(self.parameters)}" if self.parameters else "the loss"
-        done = ", and is left out" if self.skipped else ""
+        done = ", and is skipped" if self.skipped else ""
         cause = "" if self.overflow is None else f": {self.overflow.cause}"
         return f"step {self.step} of {self.optimizer} has inf or nan in {where}{done}{cause}"
 
@@ -68,7 +68,7 @@ class NonFiniteSteps:
         action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
 
     Attributes:
-        last_skipped: Whether the last step was left out.
+        last_skipped: Whether the last step was skipped.
         own_scaler: Counts the skips of the program's own `GradScaler`.
     """
 
@@ -88,11 +88,11 @@ class NonFiniteSteps:
         self._hook: Any = None
 
     def start(self) -> None:
-        """Look on from now on."""
+        """Register the hook on the steps of all optimizers."""
         self._hook = register_optimizer_step_pre_hook(self._before)
 
     def stop(self) -> None:
-        """Look on no more."""
+        """Remove the hook, and wait for the flags that were not read."""
         if self._hook is not None:
             self._hook.remove()
         self._unread.catch_up()
@@ -182,7 +182,7 @@ class NonFiniteSteps:
         )
 
     def _is_checked(self, optimizer: Any) -> bool:
-        """Tell whether the step is left out by others where gradients overflowed."""
+        """Tell whether a guard, or the program's own scaler, checks the gradients of the step."""
         if self.own_scaler.stepping or getattr(optimizer, "found_inf", None) is not None:
             return True
         guard = self._optimizers.guard_of(optimizer)
@@ -206,7 +206,7 @@ class NonFiniteSteps:
             self._optimizers.counts.add_skip()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
                 raise NonFiniteGradientsError(
-                    f"{self._in_a_row} steps in a row were left out for inf or nan in the gradients, as "
+                    f"{self._in_a_row} steps in a row were skipped for inf or nan in the gradients, as "
                     f"max_consecutive_skips says: {found}; {self._remedy(found)}",
                     found.overflow,
                 )
@@ -240,7 +240,7 @@ class NonFiniteSteps:
         elif found.overflow.suggestion is not None:
             advice = found.overflow.suggestion
         if self._action == "warn":
-            advice += "; on_nonfinite='skip' leaves such steps out, 'raise' stops before them"
+            advice += "; on_nonfinite='skip' skips such steps, 'raise' stops before them"
         return advice
 
 

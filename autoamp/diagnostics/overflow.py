@@ -81,7 +81,7 @@ class OverflowTrace:
 
     @property
     def wants_flags(self) -> bool:
-        """Whether the verdict on this step is to be read at once: its ops are watched."""
+        """Whether the flag of this step is to be read at once, because its ops are watched."""
         return self.recorder.step.is_watched
 
     @property
@@ -186,7 +186,7 @@ class OverflowTrace:
         return unlocated("run again, the step gave finite gradients")
 
     def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
-        """Compute a loss and its gradients, and return what overflows; see `autoamp.runtime.Handle.explain_overflow`.
+        """Return the first overflow of a loss and its gradients; see `autoamp.runtime.Handle.explain_overflow`.
 
         Args:
             compute_loss: Returns the loss.

@@ -402,7 +402,7 @@ class BaseHandle:
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
-        """Compute a loss and its gradients, and return what overflows in that.
+        """Compute a loss and its gradients, and return the first overflow.
 
         The gradients are those at the current loss scale. If there is an overflow, the calls of modules run again, at
         lower loss scales and in fp32. Random generators and the buffers and attributes of modules are restored

@@ -35,7 +35,7 @@ __all__ = ["Runtime"]
 
 
 class Runtime:
-    """What is behind a handle: the patches of torch, the casts, and the models and optimizers that were set up.
+    """The state of a handle: the patches of torch, the casts, and the models and optimizers that were set up.
 
     Attributes:
         settings: The settings of the handle.
@@ -147,7 +147,7 @@ class Runtime:
         return foreign
 
     def grow(self, settings: Settings, models: Sequence[Module], optimizers: Sequence[Any], *, on: bool) -> None:
-        """Make room for another call of `initialize`. Torch is restored until the handle is activated again.
+        """Prepare for another call of `initialize`. Torch is restored until the handle is activated again.
 
         Args:
             settings: What all calls agree on, from now on.
@@ -189,6 +189,6 @@ class Runtime:
         return Watch(lambda: self.observe_no_more(observer))
 
     def observe_no_more(self, observer: Observer) -> None:
-        """Tell this observer no more."""
+        """Stop reporting to this observer."""
         if self.observation.remove(observer) and not self.observation.observers:
             self.patched.patch_anew()

@@ -141,7 +141,7 @@ def true_gradient(
         factor = torch.ones_like(factor)
     unscale_and_check_([values], found, factor)
     if clean:
-        # Without a dimension, for a gradient that has none.
+        # The flag has shape (1,). A gradient without dimensions needs one without.
         values.masked_fill_(found.reshape(()) != 0, 0.0)
     return result
 

@@ -57,7 +57,7 @@ class GuardedOptimizers:
         scalers: One for each ``loss_id``.
 
     Attributes:
-        casts: As given; those of another handle once that takes over.
+        casts: As given; replaced at another call of `initialize`.
         loss_scalers: Those that were given, and all that came later.
         counts: How many steps there were, and skips.
         asked: The process groups over which the program wants steps to be agreed on.
@@ -65,8 +65,8 @@ class GuardedOptimizers:
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: Hears of losses, steps and skips, for diagnostics; None for nobody.
-        on_stepped: Called with what is known of an optimizer's steps after each of them, with None for an optimizer
-            whose losses nobody scales; None where nobody asks.
+        on_stepped: Called after each step of an optimizer with its `Skips`, or with None for an optimizer without loss
+            scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
     """
@@ -115,7 +115,7 @@ class GuardedOptimizers:
             compare_ranks(sets, {**settings.facts(), **masters, **scalers}, settings.rules())
 
     def plain_step_begins(self, optimizer: Any) -> None:
-        """Hear of the step of an optimizer whose losses nobody scales."""
+        """Hear of the step of an optimizer without loss scaling."""
         if self.watch is not None:
             self.watch.step_begins()
         self.check_underflow(optimizer)
@@ -126,12 +126,12 @@ class GuardedOptimizers:
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
     def step_ended(self, guard: StepGuard) -> None:
-        """Let who asked for it know that a step has ended."""
+        """Call `on_stepped`."""
         if self.on_stepped is not None:
             self.on_stepped(guard.skips)
 
     def plain_step_ended(self) -> None:
-        """Count a step of an optimizer whose losses nobody scales, and let who asked for it know."""
+        """Count a step of an optimizer without loss scaling, and call `on_stepped`."""
         self.counts.plain += 1
         if self.on_stepped is not None:
             self.on_stepped(None)

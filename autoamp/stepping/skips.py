@@ -1,7 +1,7 @@
 """How many steps an optimizer took, and which of them were skips.
 
-Where the optimizer gets the flag of an overflow on its device, a step is counted before anybody knows whether it was a
-skip. Whoever asks waits for the device.
+Where the optimizer gets the flag of an overflow on its device, a step is counted before the host knows whether it was a
+skip. Reading the number of skips waits for the device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class StepWatch(Protocol):
-    """What looks on as losses are scaled and optimizers step. It raises nothing and changes nothing."""
+    """Hears of losses and of steps, for diagnostics. It changes nothing."""
 
     @property
     def wants_flags(self) -> bool:
-        """Whether it wants to hear of skips at once, though the device alone knows of them as yet."""
+        """Whether the flag of this step is to be read at once, which waits for the device."""
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Hear of a loss whose backward pass is about to run, multiplied by a scale."""
@@ -46,18 +46,18 @@ class StepWatch(Protocol):
 
 
 class SkipOwner(Protocol):
-    """Who hears of skips."""
+    """The owner of an optimizer's guard, which hears of skips."""
 
     @property
     def watch(self) -> StepWatch | None:
-        """What looks on at steps, if anything does."""
+        """Hears of steps, for diagnostics."""
 
     def step_skipped(self) -> None:
         """Hear of each skip, as soon as it is known."""
 
 
 class Skips:
-    """How many steps one optimizer took, and which were skips. Whoever reads it waits for what only the device knows.
+    """How many steps one optimizer took, and which were skips. Reading them waits for flags on the device.
 
     It refers to nothing of the optimizer, so that flags that are still on their way keep no weights alive.
 
@@ -68,8 +68,8 @@ class Skips:
     Attributes:
         steps: How many times ``step()`` was called, skips included.
         name: As given.
-        owner: As given; another one may take over.
-        explanation: What explains the last skip, as far as anybody looked on.
+        owner: As given.
+        explanation: What explains the last skip; None if diagnostics did not record it.
         has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
