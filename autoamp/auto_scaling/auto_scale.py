@@ -268,9 +268,8 @@ class AutoScale:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
             running.concern(guard)
         running.take(leaves, nodes)
-        if self._optimizers.watch is not None:
-            for root in roots:
-                self._optimizers.watch.loss_scaled(root, running.scale)
+        for root in roots:
+            self._optimizers.watch.loss_scaled(root, running.scale)
         return running
 
     def _join(

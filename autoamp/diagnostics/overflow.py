@@ -30,7 +30,7 @@ from autoamp.diagnostics.replay import CannotReplay, KeptState, gradients_of, un
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
 from autoamp.scaling import scaled_loss
-from autoamp.stepping import Skips, several_processes
+from autoamp.stepping import Skips, StepWatch, several_processes
 from autoamp.torch_private import compiler_callback
 
 __all__ = ["OverflowTrace"]
@@ -44,7 +44,7 @@ WATCHED_STEPS = 8
 _SEARCHES, _LOW_SCALE = 2, 2.0**10
 
 
-class OverflowTrace:
+class OverflowTrace(StepWatch):
     """Explains skips, and steps without a loss scale whose gradients hold inf or nan.
 
     Args:

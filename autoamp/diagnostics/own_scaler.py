@@ -56,9 +56,8 @@ class OwnScaler:
     def _around_scale(self, original: Any) -> Any:
         def scale(self_: Any, outputs: Any) -> Any:
             scaled = original(self_, outputs)
-            watch = self._optimizers.watch
-            if watch is not None and isinstance(outputs, Tensor) and self_.is_enabled() and not _is_compiling():
-                watch.loss_scaled(outputs, _LazyScale(self_))
+            if isinstance(outputs, Tensor) and self_.is_enabled() and not _is_compiling():
+                self._optimizers.watch.loss_scaled(outputs, _LazyScale(self_))
             return scaled
 
         return imitate(scale, original)
@@ -88,8 +87,7 @@ class OwnScaler:
             # The scaler skipped the step without a call of the optimizer.
             skips.steps += 1
             self._optimizers.counts.step_begins(skips)
-            if self._optimizers.watch is not None:
-                self._optimizers.watch.step_begins()
+            self._optimizers.watch.step_begins()
         if flag is not None and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(_tell_late, skips, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):
@@ -97,7 +95,7 @@ class OwnScaler:
             skips.count(True, _scaler_after(scale * scaler.get_backoff_factor()), scale)
         elif guard is None:
             skips.count(False)
-        if not self._called and self._optimizers.on_stepped is not None:
+        if not self._called:
             self._optimizers.on_stepped(skips)
 
 

@@ -130,7 +130,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             retain_graph: As for ``Tensor.backward``.
         """
         runtime = current_runtime()
-        if runtime is not None and runtime.optimizers.watch is not None:
+        if runtime is not None:
             runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             scaled_loss(loss, scale).backward(retain_graph=retain_graph)
@@ -328,9 +328,9 @@ class _Owner:
         return [self._scaler if own is None else own.loss_scaler]
 
     @property
-    def watch(self) -> StepWatch | None:
-        """What looks on at the steps of the active handle."""
-        return None if (optimizers := _optimizers()) is None else optimizers.watch
+    def watch(self) -> StepWatch:
+        """Hears of steps for the diagnostics of the active handle."""
+        return StepWatch() if (optimizers := _optimizers()) is None else optimizers.watch
 
     @property
     def casts(self) -> Casts | None:
@@ -340,8 +340,7 @@ class _Owner:
     def step_begins(self, guard: StepGuard) -> None:
         """Let the active handle count this optimizer's steps."""
         if (optimizers := _optimizers()) is not None:
-            if optimizers.watch is not None:
-                optimizers.watch.step_begins()
+            optimizers.watch.step_begins()
             optimizers.note_own(guard.skips, self.scalers[0])
 
     def step_ended(self, guard: StepGuard) -> None:

@@ -341,8 +341,7 @@ class PendingChecks:
 
     def resolve_on_device(self, skips: Skips) -> Tensor | None:
         """Settle the pending checks on their device and return the flag; None where they are to be read."""
-        watch = self._owner.watch
-        if not self.pending or (watch is not None and watch.wants_flags):
+        if not self.pending or self._owner.watch.wants_flags:
             return None
         scaler = self.pending[0].scaler
         skips.wait_by(scaler.unread)

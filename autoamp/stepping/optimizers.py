@@ -64,7 +64,7 @@ class GuardedOptimizers:
         runtime: What drives the handle now; None for optimizers of no handle.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
-        watch: Hears of losses, steps and skips, for diagnostics; None for nobody.
+        watch: Hears of losses, steps and skips, for diagnostics.
         on_stepped: Called after each step of an optimizer with its `Skips`, or with None for an optimizer without loss
             scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
@@ -79,8 +79,8 @@ class GuardedOptimizers:
         self.runtime: ActiveRuntime | None = None
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.max_consecutive_skips = 50
-        self.watch: StepWatch | None = None
-        self.on_stepped: Callable[[Skips | None], None] | None = None
+        self.watch = StepWatch()
+        self.on_stepped: Callable[[Skips | None], None] = lambda skips: None
         self.on_unguarded: Callable[[Any], None] | None = None
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._vanishing = UnderflowWatch()
@@ -94,8 +94,7 @@ class GuardedOptimizers:
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        if self.watch is not None:
-            self.watch.step_begins()
+        self.watch.step_begins()
         self.counts.step_begins(guard.skips)
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
@@ -116,8 +115,7 @@ class GuardedOptimizers:
 
     def plain_step_begins(self, optimizer: Any) -> None:
         """Hear of the step of an optimizer without loss scaling."""
-        if self.watch is not None:
-            self.watch.step_begins()
+        self.watch.step_begins()
         self.check_underflow(optimizer)
 
     def check_underflow(self, optimizer: Any) -> None:
@@ -127,14 +125,12 @@ class GuardedOptimizers:
 
     def step_ended(self, guard: StepGuard) -> None:
         """Call `on_stepped`."""
-        if self.on_stepped is not None:
-            self.on_stepped(guard.skips)
+        self.on_stepped(guard.skips)
 
     def plain_step_ended(self) -> None:
         """Count a step of an optimizer without loss scaling, and call `on_stepped`."""
         self.counts.plain += 1
-        if self.on_stepped is not None:
-            self.on_stepped(None)
+        self.on_stepped(None)
 
     def step_skipped(self) -> None:
         """Count a skip."""
@@ -200,8 +196,7 @@ class GuardedOptimizers:
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         for guard in guards:
             guard.scaled = True
-        if self.watch is not None:
-            self.watch.loss_scaled(loss, scaler.scale_at_hand())
+        self.watch.loss_scaled(loss, scaler.scale_at_hand())
         return scaled_loss_block(loss, guards, scaler, self.casts, delay_unscale=delay_unscale)
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:

@@ -20,12 +20,13 @@ __all__ = ["OwnSteps", "SkipOwner", "Skips", "StepCounts", "StepWatch"]
 logger = logging.getLogger(__name__)
 
 
-class StepWatch(Protocol):
-    """Hears of losses and of steps, for diagnostics. It changes nothing."""
+class StepWatch:
+    """Hears of losses and of steps. Diagnostics override this one, which does nothing."""
 
     @property
     def wants_flags(self) -> bool:
         """Whether the flag of this step is to be read at once, which waits for the device."""
+        return False
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Hear of a loss whose backward pass is about to run, multiplied by a scale."""
@@ -49,7 +50,7 @@ class SkipOwner(Protocol):
     """The owner of an optimizer's guard, which hears of skips."""
 
     @property
-    def watch(self) -> StepWatch | None:
+    def watch(self) -> StepWatch:
         """Hears of steps, for diagnostics."""
 
     def step_skipped(self) -> None:
@@ -143,14 +144,12 @@ class Skips:
         watch = self.owner.watch
         if not skipped or scaler is None:
             self.has_held = True
-            if watch is not None:
-                watch.step_known(self, skipped, None, None, late)
+            watch.step_known(self, skipped, None, None, late)
             return
         self.owner.step_skipped()
-        if watch is not None:
-            # A number that is late by now: the scaler hears of this skip before anybody asks it.
-            following = None if late else scaler.loss_scale
-            self.explanation = watch.step_known(self, skipped, scale, following, late)
+        # A number that is late by now: the scaler hears of this skip before anybody asks it.
+        following = None if late else scaler.loss_scale
+        self.explanation = watch.step_known(self, skipped, scale, following, late)
         if self._total & (self._total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",

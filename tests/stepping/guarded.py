@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.scaling import DynamicLossScaler, LossScaler
-from autoamp.stepping import StepGuard, scaled_block
+from autoamp.stepping import StepGuard, StepWatch, scaled_block
 
 
 class Owner:
     """A `GuardOwner` that casts nothing, and counts skips."""
 
-    watch = casts = None
+    watch, casts = StepWatch(), None
 
     def __init__(self) -> None:
         self.scalers: list[LossScaler] = []
