@@ -93,10 +93,10 @@ class Casts:
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
-        return bool(self.local.on)
+        return bool(self.local.switches.on)
 
     def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a replacement calls where `ThreadState.on` is false: here the original."""
+        """Return what a replacement calls where `ThreadSwitches.on` is false: here the original."""
         return original
 
     def begin_call(self, module: Module) -> bool:
@@ -126,7 +126,7 @@ class Casts:
 
     def switches(self) -> Switches:
         """Return how this thread casts now, for `ThreadState.set`."""
-        return self.local.on, self.local.forced_off
+        return self.local.switches.on, self.local.switches.forced_off
 
     def eligible(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""

@@ -21,22 +21,35 @@ brings in has another one. Of an activation it is whether it was a leaf, and the
 """
 
 Switches = tuple[Any, bool]
-"""The values of `ThreadState.on` and `ThreadState.forced_off`, as `ThreadState.set` takes them."""
+"""The values of `ThreadSwitches.on` and `ThreadSwitches.forced_off`, as `ThreadState.set` takes them."""
 
 Token = tuple[Any, bool | None]
 """What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
 
 
-class ThreadState(threading.local):
-    """What differs by thread, of one handle. Class attributes are the defaults of a thread that sets nothing itself.
+class ThreadSwitches:
+    """The two switches of one thread. Class attributes are the defaults of a thread that sets nothing itself.
+
+    A plain object: what compiled code sets on an instance of a subclass of `threading.local`, Dynamo of torch 2.13
+    writes to a dict that threads do not read, and its guards read that dict.
 
     Attributes:
         on: True where the thread casts, False where it does not, None outside of modules' calls where these turn casts
             on.
         forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
+    """
+
+    on: Any = True
+    forced_off = False
+
+
+class ThreadState(threading.local):
+    """What differs by thread, of one handle.
+
+    Attributes:
+        switches: Whether this thread casts.
         deviations: An item for each `set`, of any thread, that no `reset` has put back. While it is empty all threads
-            cast, so that a replacement need not look up its thread's state; compiled code, which cannot watch a
-            thread's state, watches this list.
+            cast, so that a replacement need not look up its thread's switches.
         entries: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was used
             once, whose cast is kept from the second use on. The whole is None outside of module calls.
         last: The last activation that was cast, with its cast.
@@ -45,19 +58,23 @@ class ThreadState(threading.local):
     """
 
     deviations: list[None]
-    on: Any = True
-    forced_off = False
+    _make_switches: type[ThreadSwitches]
     entries: dict[int, KeptCast | None] | None = None
     last: KeptCast | None = None
     regions: tuple[tuple[Any, Token], ...] = ()
 
     def __new__(cls) -> ThreadState:
-        """Make an instance of a class of its own, whose attributes are one handle's defaults in every thread."""
-        return super().__new__(type(cls.__name__, (cls,), {"deviations": []}))
+        """Make an instance of a class of its own, whose attributes are one handle's in every thread."""
+        switches = type(ThreadSwitches.__name__, (ThreadSwitches,), {})
+        return super().__new__(type(cls.__name__, (cls,), {"deviations": [], "_make_switches": switches}))
+
+    def __init__(self) -> None:
+        """Make the switches of a thread: `threading.local` calls this in each."""
+        self.switches = self._make_switches()
 
     def set_default(self, on: Any, *, forced_off: bool) -> None:
         """Set the switches of all threads that have set nothing themselves."""
-        cls = type(self)
+        cls = self._make_switches
         cls.on, cls.forced_off = on, forced_off
 
     def set(self, on: Any, forced_off: bool | None = None) -> Token:
@@ -67,11 +84,11 @@ class ThreadState(threading.local):
             on: None for the default. Where ``forced_off`` is not given and the thread's is True, this becomes False.
             forced_off: None leaves it as it is.
         """
-        own = vars(self)
+        own = vars(self.switches)
         token = own.get("on"), own.get("forced_off")
         self.deviations.append(None)
         if forced_off is None:
-            forced_off, on = token[1], False if self.forced_off else on
+            forced_off, on = token[1], False if self.switches.forced_off else on
         self._put(on, forced_off)
         return token
 
@@ -81,7 +98,7 @@ class ThreadState(threading.local):
         self.deviations.pop()
 
     def _put(self, on: Any, forced_off: bool | None) -> None:
-        own = vars(self)
+        own = vars(self.switches)
         for name, value in (("on", on), ("forced_off", forced_off)):
             if value is None:
                 own.pop(name, None)

@@ -67,7 +67,7 @@ class ModuleCasts(Casts):
 
         A half model before the first step means that the program does its own mixed precision.
         """
-        if self.local.on is not None:
+        if self.local.switches.on is not None:
             return False
         first = next(module.parameters(), None)
         if first is None or first.dtype not in HALF_DTYPES:
@@ -78,7 +78,7 @@ class ModuleCasts(Casts):
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
-        on = self.local.on
+        on = self.local.switches.on
         return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs))) if on is None else on
 
     def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ class ModuleCasts(Casts):
         local, cast = self.local, self.local.bound(replacement, True)
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            return (cast if local.on is None and self.wants(args, kwargs) else original)(*args, **kwargs)
+            return (cast if local.switches.on is None and self.wants(args, kwargs) else original)(*args, **kwargs)
 
         return outside
 

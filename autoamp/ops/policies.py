@@ -115,11 +115,11 @@ def _replacement(
     asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if deviations and not local.on:
+        if deviations and not local.switches.on:
             return when_off(*args, **kwargs)
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
-            switches = vars(local)
+            switches = vars(local.switches)
             before = switches.get("on")
             switches["on"] = False
             deviations.append(None)

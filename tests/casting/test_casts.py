@@ -19,11 +19,11 @@ def test_shut_and_open_reach_every_thread_once() -> None:
     for change, on, deviations in ((casts.open, True, []), (casts.shut, False, [None])) * 2:
         for _ in range(2):
             change()
-            assert casts.local.on is on
-            assert in_thread(lambda: casts.local.on) is on
+            assert casts.local.switches.on is on
+            assert in_thread(lambda: casts.local.switches.on) is on
             assert casts.deviations == deviations
             with casts.switched(True):
-                assert casts.local.on is on
+                assert casts.local.switches.on is on
 
 
 @pytest.mark.parametrize("on", [None, False])
@@ -42,7 +42,7 @@ def test_what_threads_do_by_default(on: bool | None, may_cast: bool) -> None:
     with casts.switched(False):
         # An optimizer's closure casts again, in whatever module it is called.
         with casts.evaluating():
-            assert casts.local.on is may_cast
+            assert casts.local.switches.on is may_cast
         assert not casts.begin_call(torch.nn.Linear(1, 1))
 
 
@@ -68,10 +68,10 @@ def test_beside_a_sparse_argument_the_same_tensors_are_cast(device: str, other: 
 def test_two_handles_have_switches_of_their_own() -> None:
     one, other = make(), make()
     one.shut()
-    assert other.local.on
+    assert other.local.switches.on
     with other.switched(False):
         one.open()
-        assert one.local.on
+        assert one.local.switches.on
 
 
 def test_nothing_but_enabled_turns_on_a_thread_that_is_off_by_default() -> None:
@@ -79,7 +79,7 @@ def test_nothing_but_enabled_turns_on_a_thread_that_is_off_by_default() -> None:
 
     def switched() -> bool:
         with casts.switched(True):
-            return bool(casts.local.on)
+            return bool(casts.local.switches.on)
 
     assert not switched()
     with casts.switched(True, forced_off=False):
@@ -96,7 +96,7 @@ def test_switches_are_set_in_another_thread_as_they_are_here(on: bool, forced_of
 
     def there() -> tuple[Any, Any]:
         with casts.switched(*switches):
-            return casts.local.on, casts.local.forced_off
+            return casts.local.switches.on, casts.local.switches.forced_off
 
     assert in_thread(there) == (on, forced_off)
 

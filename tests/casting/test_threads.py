@@ -14,9 +14,9 @@ def test_switched_and_nested() -> None:
     seen = []
     for switches in ((False,), (True,), (None,)):
         with casts.switched(False), casts.switched(*switches):
-            seen.append(casts.local.on)
+            seen.append(casts.local.switches.on)
     assert seen == [False, True, True]
-    assert casts.local.on
+    assert casts.local.switches.on
 
 
 def test_replacements_need_not_look_at_their_thread_only_where_all_threads_cast() -> None:
@@ -34,9 +34,9 @@ def test_disabled_holds_whatever_is_within() -> None:
     with casts.switched(False, forced_off=True):
         for switches, on in (((True,), False), ((False, True), False), ((True, False), True)):
             with casts.switched(*switches):
-                assert casts.local.on is on
-            assert not casts.local.on
-    assert casts.local.on
+                assert casts.local.switches.on is on
+            assert not casts.local.switches.on
+    assert casts.local.switches.on
 
 
 SWITCHES = [(None, None), (True, None), (False, None), (False, True), (True, False), (True, True)]
@@ -49,7 +49,7 @@ def test_both_switches_are_put_back(by_default: bool, outer: tuple[Any, Any], in
     casts, seen = make(on=by_default), []
 
     def fail() -> None:
-        seen.append((casts.local.on, casts.local.forced_off, len(casts.deviations)))
+        seen.append((casts.local.switches.on, casts.local.switches.forced_off, len(casts.deviations)))
         raise KeyError
 
     def fail_within() -> None:
@@ -57,13 +57,13 @@ def test_both_switches_are_put_back(by_default: bool, outer: tuple[Any, Any], in
             fail()
 
     with casts.switched(*outer):
-        before, asked = dict(vars(casts.local)), list(casts.deviations)
+        before, asked = dict(vars(casts.local.switches)), list(casts.deviations)
         for function in (fail_within, casts.local.bound(fail, *inner)):
             with pytest.raises(KeyError):
                 function()
-            assert vars(casts.local) == before
+            assert vars(casts.local.switches) == before
             assert casts.deviations == asked
-    assert casts.local.on is by_default
+    assert casts.local.switches.on is by_default
     assert seen[0] == seen[1]
     assert seen[0][2] == len(asked) + 1
     if inner[1] is not None:
@@ -73,8 +73,8 @@ def test_both_switches_are_put_back(by_default: bool, outer: tuple[Any, Any], in
 def test_switches_are_each_thread_s_own() -> None:
     casts = make()
     with casts.switched(False, forced_off=True):
-        assert in_thread(lambda: casts.local.on)
+        assert in_thread(lambda: casts.local.switches.on)
     off = make(on=False)
     with off.switched(True, forced_off=False):
-        assert off.local.on
-        assert not in_thread(lambda: off.local.on)
+        assert off.local.switches.on
+        assert not in_thread(lambda: off.local.switches.on)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,84 @@ def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first:
     handle.deactivate()
     assert torch.equal(compiled(x), model(x))
     assert compiled(x).dtype is torch.float32
+
+
+class Classifier(nn.Module):
+    """Returns its loss: functions of Python on the fp32 list run in its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.last(self.norm(self.first(x)))
+        return logits, F.cross_entropy(logits, y)
+
+
+def distill(logits: Tensor, y: Tensor) -> Tensor:
+    """A loss that is computed outside of modules, of functions of Python and an op."""
+    return F.cross_entropy(logits, y) + F.layer_norm(logits @ logits.t(), (len(y),)).sigmoid().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scope", ["modules", "global"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("model_first", [False, True])
+def test_several_compiled_functions_with_functions_of_the_fp32_list(
+    dtype: torch.dtype, scope: Any, backend: str, fullgraph: bool, model_first: bool
+) -> None:
+    """Each function of Python on the fp32 list turns casts off within, and puts back what was there."""
+    model, x, y, logits = Classifier(), torch.randn(8, 6), torch.arange(8) % 4, torch.randn(8, 4)
+    autoamp.init(scope=scope, device_type="cpu", dtype=dtype)
+
+    def run(model: Any, distill: Any) -> Iterator[Tensor]:
+        for kind in [dtype, torch.float32] * 2:
+            if model_first:
+                yield from model(x, y)
+            yield distill(logits.to(kind), y)
+            yield from model(x, y)
+            with torch.no_grad():
+                yield from model(x, y)
+            yield model(x, y)[0] @ logits.t()
+
+    expected = list(run(model, distill))
+    compiled = [torch.compile(one, backend=backend, fullgraph=fullgraph) for one in (model, distill)]
+
+    def check() -> None:
+        for ours, theirs in zip(run(*compiled), expected, strict=True):
+            assert ours.dtype is theirs.dtype
+            assert torch.equal(ours, theirs)
+
+    check()
+    # Another thread runs the code that this one compiled.
+    with ThreadPoolExecutor(1) as pool, torch.compiler.set_stance("fail_on_recompile"):
+        pool.submit(check).result()
+    check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scope", ["modules", "global"])
+def test_threads_that_compile_and_one_that_does_not_cast(dtype: torch.dtype, scope: Any) -> None:
+    """What a thread's compiled code writes is that thread's alone."""
+    model, x, y = Classifier(), torch.randn(8, 6), torch.arange(8) % 4
+    handle = autoamp.init(scope=scope, device_type="cpu", dtype=dtype)
+    compiled, loss = (torch.compile(one, backend="aot_eager") for one in (model, distill))
+
+    def losses(model: Any, distill: Any) -> list[Tensor]:
+        logits, first = model(x, y)
+        return [logits, first, distill(logits, y)]
+
+    expected = losses(model, distill)
+    with handle.disable_casts():
+        plain = losses(model, distill)
+        assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), plain, strict=True))
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(losses, compiled, loss).result()
+        assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), plain, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), expected, strict=True))
+    assert not torch.equal(plain[0], expected[0])
 
 
 INDUCTOR = """

@@ -260,7 +260,7 @@ def test_a_composite_function_is_fp32_throughout(handle: autoamp.Handle) -> None
 
     replacement = build_one(attention, CastPolicy.FP32, casts)
     assert replacement(x, k=x).dtype == FP32
-    assert casts.local.on is True
+    assert casts.local.switches.on is True
     assert torch.mm(x, x).dtype == HALF
     with pytest.raises(RuntimeError, match="shape"):
         replacement(x, k=x[:2])

@@ -74,7 +74,7 @@ def make_cast_wrapper(
     @functools.wraps(orig_fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         active = current_runtime()
-        if active is None or not active.casts.local.on:
+        if active is None or not active.casts.local.switches.on:
             return orig_fn(*args, **kwargs)
         return orig_fn(*casted_args(cast_fn, args, kwargs), **kwargs)
 
