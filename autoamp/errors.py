@@ -111,5 +111,6 @@ def _level_of_user() -> int:
 
 
 def kind_of(value: object) -> str:
-    """Return how an error names what somebody gave."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    """Return how an error names what somebody gave: None, or its class with an article, such as "an int"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"

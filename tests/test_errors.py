@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,14 @@ def test_a_list_file_error_says_where() -> None:
     assert str(error) == "project.toml:4: unknown op 'softmx'"
     assert (error.path, error.line) == ("project.toml", 4)
     assert str(errors.ListFileError("no such set", "lists=")) == "lists=: no such set"
+
+
+@pytest.mark.parametrize(
+    ("value", "named"), [(None, "None"), (3, "an int"), ("3", "a str"), (OrderedDict(), "an OrderedDict")]
+)
+def test_an_error_names_what_was_given_with_its_article(value: Any, named: str) -> None:
+    with pytest.raises(autoamp.UsageError, match=f"takes a torch.nn.Module or a list of them, not {named}$"):
+        autoamp.initialize([value])
 
 
 # -- warnings --

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.checkpoints.optimizer_state import load_optimizers, optimizers_state
-from autoamp.errors import UsageError, warn_user
+from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.runtime import current_handle, runtime_of
 from autoamp.stepping import is_optimizer
 
@@ -45,7 +45,7 @@ class DistributedState:
         for optimizer in listed:
             if not is_optimizer(optimizer):
                 raise UsageError(
-                    f"optimizers takes an optimizer or a list of them, not {type(optimizer).__name__}: it needs "
+                    f"optimizers takes an optimizer or a list of them, not {kind_of(optimizer)}: it needs "
                     "`param_groups` and `step()`"
                 )
         self._model = model

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 
 __all__ = ["Followers", "write_scalars"]
 
@@ -65,7 +65,7 @@ def _stepping(follower: Any) -> Callable[[], object]:
         inspect.signature(method).bind()
     except TypeError as error:
         raise UsageError(
-            f"follow() cannot step a {type(follower).__name__} ({error}); give an object whose step() or update() "
+            f"follow() cannot step {kind_of(follower)} ({error}); give an object whose step() or update() "
             "takes no arguments, or a function such as lambda: averaged.update_parameters(model)"
         ) from None
     except ValueError:

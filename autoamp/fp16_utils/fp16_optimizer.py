@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import Casts
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, clip_, scaled_loss
 from autoamp.stepping import (
@@ -70,7 +70,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         if isinstance(init_optimizer, FP16_Optimizer):
             raise UsageError("init_optimizer is an FP16_Optimizer already; give it the optimizer that it was made from")
         if not is_optimizer(init_optimizer):
-            raise UsageError(f"init_optimizer takes an optimizer, not {type(init_optimizer).__name__}")
+            raise UsageError(f"init_optimizer takes an optimizer, not {kind_of(init_optimizer)}")
         self.loss_scaler: LossScaler = (
             DynamicLossScaler(**_dynamic_arguments(dynamic_loss_args or {}))
             if dynamic_loss_scale
@@ -240,9 +240,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
                 are what they were.
         """
         if not isinstance(state_dict, Mapping):
-            raise CheckpointError(
-                f"the state is a {type(state_dict).__name__}; pass what FP16_Optimizer.state_dict() returned"
-            )
+            raise CheckpointError(f"the state is {kind_of(state_dict)}; pass what FP16_Optimizer.state_dict() returned")
         for key in ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"):
             if key not in state_dict:
                 raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
@@ -407,7 +405,7 @@ def _load_or_restore(optimizer: Any, state_dict: Any) -> None:
             group.clear()
             group.update(before)
         raise CheckpointError(
-            f"key 'optimizer_state_dict' does not fit a {type(optimizer).__name__} ({type(error).__name__}: {error}); "
+            f"key 'optimizer_state_dict' does not fit {kind_of(optimizer)} ({type(error).__name__}: {error}); "
             "load the state of an optimizer of this class; nothing was loaded"
         ) from error
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoamp.errors import UsageError, warn_user
+from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.levels.opt_levels import LEVELS, OptLevel, level_with
 from autoamp.levels.setup import Setup, end, set_up
@@ -179,7 +179,7 @@ def _checked_models(models: Any) -> list[Module]:
                 "it returns"
             )
         if not isinstance(model, Module):
-            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {type(model).__name__}")
+            raise UsageError(f"models takes a torch.nn.Module or a list of them, not {kind_of(model)}")
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoamp.errors import ListFileError, PatchError
+from autoamp.errors import ListFileError, PatchError, kind_of
 from autoamp.patching import nearest, original_of, resolve, spelled_out
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
 from autoamp.torch_private import RECURRENT
@@ -181,8 +181,8 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
     if isinstance(original, type):
         parent, attribute, original = _method_of(original, rule)
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
-        kind = type(original).__name__
-        raise ListFileError(f"{rule.target!r} is a {kind}; name a function or a method", *_where(rule))
+        message = f"{rule.target!r} is {kind_of(original)}; name a function or a method"
+        raise ListFileError(message, *_where(rule))
     in_torch = any(parent is namespace for namespace in (*_NAMESPACES, RECURRENT))
     return Target(parent, attribute, original, rule, _functional(_finder(parent), attribute) if in_torch else None)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.errors import CheckpointError, LossScaleError
+from autoamp.errors import CheckpointError, LossScaleError, kind_of
 from autoamp.scaling.unread_flags import Scale, UnreadFlags
 from autoamp.torch_private import update_scale_
 
@@ -412,7 +412,7 @@ def _scale_argument(name: str, value: Any) -> float:
 
 def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
     if not isinstance(state_dict, Mapping) or set(state_dict) != {"loss_scale", "unskipped"}:
-        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else kind_of(state_dict)
         raise CheckpointError(
             f"{key!r} is not a dict of 'loss_scale' and 'unskipped' alone, but {found}; nothing was loaded"
         )

@@ -100,7 +100,7 @@ class AttachedMethod:
         name = type(optimizer).__name__
         original = getattr(optimizer, method, None)
         if not callable(original) or not hasattr(optimizer, "param_groups"):
-            raise UsageError(f"Expected an optimizer with param_groups and a method {method}, got a {name}")
+            raise UsageError(f"Expected an optimizer with param_groups and a method {method}, got {kind_of(optimizer)}")
         in_class = getattr(type(optimizer), method, None)
         # First of all, as it copies every attribute of the other method. Wanted is `_wrapped_by_lr_sched`, by which a
         # scheduler knows that its wrapper is still there; `__wrapped__` would keep the optimizer alive.

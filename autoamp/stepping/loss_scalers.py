@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.scaling import DynamicLossScaler, LossScaler, is_count
 from autoamp.stepping.skips import Skips
 
@@ -148,9 +148,7 @@ class LossScalers:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
         if not isinstance(state, Mapping):
-            raise CheckpointError(
-                f"the state is a {type(state).__name__}; pass what state_dict() returned; nothing was loaded"
-            )
+            raise CheckpointError(f"the state is {kind_of(state)}; pass what state_dict() returned; nothing was loaded")
         scalers = self._meant_by(state)
         names = [f"loss_scaler{i}" for i in range(len(scalers))]
         missing = [name for name in names if name not in state]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale, total_norm
 from autoamp.stepping.attach import ScalesItself, refuse_unguardable, stepped_params
 from autoamp.stepping.block import open_blocks, scaled_loss_block
@@ -189,8 +189,8 @@ class GuardedOptimizers:
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Return a context manager over ``loss.float() * scale``; see `autoamp.runtime.Handle.scale_loss`."""
         if not isinstance(loss, Tensor):
-            kind = type(loss).__name__
-            raise UsageError(f"scale_loss() takes a floating tensor, not a {kind}; pass the loss, not loss.item()")
+            message = f"scale_loss() takes a floating tensor, not {kind_of(loss)}; pass the loss, not loss.item()"
+            raise UsageError(message)
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]

@@ -160,7 +160,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(autoamp.UsageError, match=r"model=str is not a torch\.nn\.Module"):
         DistributedState("model")  # type: ignore[arg-type]
-    with pytest.raises(autoamp.UsageError, match="not int"):
+    with pytest.raises(autoamp.UsageError, match="not an int"):
         DistributedState(model, [3])
     foreign = torch.optim.SGD([*model.parameters(), torch.ones(3)], 0.1)
     with pytest.raises(

@@ -126,9 +126,9 @@ def test_averages_of_weights_follow_landed_steps(net: Any) -> None:
 @pytest.mark.parametrize(
     ("follower", "message"),
     [
-        (lambda net: 3, "cannot step a int"),
-        (torch.optim.swa_utils.AveragedModel, "cannot step a AveragedModel.*update_parameters"),
-        (lambda net: EmaOfModel(), "cannot step a EmaOfModel.*'model'.*update"),
+        (lambda net: 3, "cannot step an int"),
+        (torch.optim.swa_utils.AveragedModel, "cannot step an AveragedModel.*update_parameters"),
+        (lambda net: EmaOfModel(), "cannot step an EmaOfModel.*'model'.*update"),
         (
             lambda net: torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(net)),
             "cannot step a ReduceLROnPlateau.*'metrics'",

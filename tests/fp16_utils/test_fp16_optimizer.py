@@ -334,7 +334,7 @@ def test_wrong_inner_optimizers() -> None:
     optimizer = build(network())
     with pytest.raises(UsageError, match="init_optimizer is an FP16_Optimizer already"):
         FP16_Optimizer(optimizer)
-    with pytest.raises(UsageError, match="init_optimizer takes an optimizer, not list"):
+    with pytest.raises(UsageError, match="init_optimizer takes an optimizer, not a list"):
         FP16_Optimizer([])
 
 

@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "level": (None, {"opt_level": "O4"}, r"opt_level='O4' is unknown; choose 'O0', 'O1', 'O2' or 'O3'"),
     "level with a zero": (None, {"opt_level": "02"}, r"opt_level='02' is unknown"),
     "unhashable level": (None, {"opt_level": ["O1"]}, r"opt_level=\['O1'\] is unknown"),
-    "model": ("model", {}, "models takes a torch.nn.Module or a list of them, not str"),
+    "model": ("model", {}, "models takes a torch.nn.Module or a list of them, not a str"),
     "scope": (None, {"scope": "model"}, "scope='model' is unknown; choose 'global' or 'models'"),
     "cast_model_type": (None, {"cast_model_type": torch.int8}, "cast_model_type=torch.int8"),
     "dtype": (None, {"dtype": torch.float64}, "dtype=torch.float64 is not a half-precision dtype"),
@@ -35,7 +35,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bounds": (None, {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
     "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is not a bool; choose True, False or None"),
     "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is not a floating dtype"),
-    "optimizer": (None, {"optimizers": 3}, "Expected an optimizer, got a int, which has no par"),
+    "optimizer": (None, {"optimizers": 3}, "Expected an optimizer, got an int, which has no par"),
     "optimizers": (None, {"optimizers": [None]}, "Expected an optimizer, got None, which has no par"),
     "own scaler": (
         None,

@@ -190,7 +190,7 @@ def test_descriptors_of_a_class_are_taken_as_they_are_and_of_an_object_bound_met
 @pytest.mark.parametrize(
     ("parent", "name", "message"),
     [
-        (Plain, "value", "is a int; name a function or a method"),
+        (Plain, "value", "is an int; name a function or a method"),
         (sys.modules[__name__], "Plain", r"only an nn\.Module or an autograd\.Function"),
     ],
 )

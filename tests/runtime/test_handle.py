@@ -83,7 +83,7 @@ def test_the_scaled_loss_is_fp32_times_the_scale(training: Training) -> None:
     ("loss", "message"),
     [
         (1.5, r"takes a floating tensor, not a float; pass the loss, not loss.item\(\)"),
-        (None, "takes a floating tensor, not a NoneType"),
+        (None, "takes a floating tensor, not None"),
         (torch.tensor(3), "takes a floating tensor, and this loss is torch.int64"),
         (torch.tensor(True), "this loss is torch.bool"),
     ],

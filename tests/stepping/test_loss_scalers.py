@@ -112,7 +112,7 @@ def edited(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, r"the state is a NoneType; pass what state_dict\(\) returned"),
+        (None, r"the state is None; pass what state_dict\(\) returned"),
         ([1], r"the state is a list; pass what state_dict\(\) returned"),
         ({}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0, loss_scaler1"),
         (edited(loss_scaler1=None), "key 'loss_scaler1' is missing"),
@@ -124,7 +124,7 @@ def edited(**changes: Any) -> dict[str, Any]:
         (edited(skipped_steps=-1), "key 'skipped_steps': -1 is not a whole number of 0 or more"),
         (edited(skipped_steps=True), "key 'skipped_steps': True is not a whole number"),
         (edited(skipped_steps=1.0), "key 'skipped_steps': 1.0 is not a whole number"),
-        (edited(loss_scaler0=7), "'loss_scaler0' is not a dict of 'loss_scale' and 'unskipped' alone, but int"),
+        (edited(loss_scaler0=7), "'loss_scaler0' is not a dict of 'loss_scale' and 'unskipped' alone, but an int"),
         (edited(loss_scaler1={"loss_scale": 2.0}), "'loss_scaler1' is not a dict of 'loss_scale' and 'unskipped'"),
         (edited(loss_scaler1={"loss_scale": 0.0, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 0.0"),
         (edited(loss_scaler1={"loss_scale": 10**400, "unskipped": 0}), "'loss_scaler1': 'loss_scale' is 1000"),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 from autoamp.stepping import master_of
 
 __all__ = ["ASP", "create_mask", "m4n2_1d"]
@@ -218,7 +218,7 @@ class ASP:
         if pruning.hooks:
             raise UsageError("ASP has an optimizer already; call ASP.reset() before the next")
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"Expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+            raise UsageError(f"Expected a torch.optim.Optimizer, got {kind_of(optimizer)}")
         pruning.hooks = [
             optimizer.register_step_pre_hook(pruning.before_step), optimizer.register_step_post_hook(pruning.after_step)
         ]  # fmt: skip
