@@ -147,6 +147,19 @@ def test_the_bf16_set_goes_with_the_device(targets: tuple[str, ...], on_cpu: str
         assert policies(shipped_table("bf16", device_type)) == covered
 
 
+def test_rrelu_is_fp32_only_where_fp16_has_no_kernel() -> None:
+    assert policies(load("default", device_type="cpu"))["rrelu"] == "fp32"
+    assert "rrelu" not in policies(load("default", device_type="cuda"))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rrelu_trains_in_fp16_on_a_cpu(inplace: bool) -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.RReLU(inplace=inplace), torch.nn.Linear(4, 1))
+    model(torch.randn(3, 4)).float().sum().backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
 _UNIT = torch.linspace(0.02, 0.98, 64 * 515).reshape(64, 515).bfloat16()
 
 _WIDE = torch.linspace(-9.0, 9.0, 64 * 515).reshape(64, 515).bfloat16()
@@ -166,6 +179,7 @@ STAY_IN_BF16: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]] = {
     ),
     "native_layer_norm": (lambda a, w: torch.native_layer_norm(a, (515,), w, w, 1e-5)[0], _WIDE),
     "rms_norm": (lambda a, w: F.rms_norm(a, (515,), w, 1e-6), _WIDE),
+    "rrelu": (lambda a, w: F.rrelu(a), _WIDE),
     "softmax": (lambda a, w: F.softmax(a, -1), _WIDE),
     "softplus": (F.softplus, _WIDE),
     "sum": (lambda a, w: a.sum(-1), _UNIT),
