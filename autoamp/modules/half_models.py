@@ -148,7 +148,9 @@ class CastModels:
     def set_forward_dtypes(self, model: Module, dtypes: ForwardDtypes) -> None:
         """Cast what goes into and comes out of a model, at each of its calls and at those of its later copies."""
         self._models.setdefault(model, None)
-        self._drop_forward_dtypes(model)
+        inherited = self.forward_dtypes.find(model)
+        if inherited is not None:
+            self.forward_dtypes.remove(inherited, model)
         self.forward_dtypes.give(model, dtypes)
 
     def _drop_forward_dtypes(self, model: Module) -> None:

@@ -47,8 +47,11 @@ class ModuleTags(Generic[T]):
     def take(self, tag: str, module: Module | None) -> None:
         """Let a tag mean nothing any more, and the module, if it is still there, not carry it."""
         self.values.pop(tag, None)
-        if module is None:
-            return
+        if module is not None:
+            self.remove(tag, module)
+
+    def remove(self, tag: str, module: Module) -> None:
+        """Let a module not carry a tag any more. The module that it is a copy of keeps the tag and its meaning."""
         rest = tuple(other for other in vars(module).get(TAGS, ()) if other != tag)
         if rest:
             vars(module)[TAGS] = rest

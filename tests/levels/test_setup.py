@@ -118,6 +118,20 @@ def test_weights_outlive_an_optimizer_that_is_dropped(collected: Any) -> None:
     assert same(values(model), trained)
 
 
+def test_a_copied_model_trains_on_with_a_new_optimizer_and_the_states_of_the_originals() -> None:
+    model = network()
+    model, optimizer = initialize(model, sgd(model), opt_level="O2", dtype=torch.bfloat16)
+    train(model, optimizer)
+    twin = copy.deepcopy(model)
+    other = sgd(twin)
+    initialize(twin, other, opt_level="O2", dtype=torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    # torch lets an optimizer share the tensors of the state that it loads.
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(twin, other) == train(model, optimizer)
+    assert same(values(twin), values(model))
+
+
 def test_scope_models_leaves_every_other_module_alone() -> None:
     other, inputs = network(), batch()[0]
     reference = copy.deepcopy(other)
