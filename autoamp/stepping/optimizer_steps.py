@@ -14,16 +14,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autoamp.errors import UsageError, warn_user
+from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.stepping.attach import AttachedMethod, ScalesItself
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers
 
 __all__ = ["OptimizerSteps", "has_other_guard"]
-
-# In the ``__dict__`` of a copy of an optimizer with masters: the copies of these.
-_COPIED_MASTERS = "_autoamp_copied_masters"
 
 
 class OptimizerSteps:
@@ -51,8 +48,6 @@ class OptimizerSteps:
             for name in ("__init__", "__setstate__"):
                 original = vars(Optimizer)[name]
                 patches.replace(Optimizer, name, imitate(self._reaching(original, patches), original))
-            original = vars(Optimizer)["__getstate__"]
-            patches.replace(Optimizer, "__getstate__", imitate(self._with_masters(original), original))
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -70,14 +65,6 @@ class OptimizerSteps:
             if self._hooks:
                 self._reach(type(optimizer), patches)
                 self._optimizers.optimizer_made(optimizer)
-
-        return replacement
-
-    def _with_masters(self, original: Any) -> Any:
-        def replacement(optimizer: Any) -> dict[str, Any]:
-            masters = self._optimizers.masters_of(optimizer)
-            marked = {_COPIED_MASTERS: [master for _, master in masters.pairs]} if masters else {}
-            return {**original(optimizer), **marked}
 
         return replacement
 
@@ -103,13 +90,6 @@ class OptimizerSteps:
 
     def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
-        copied = vars(optimizer).get(_COPIED_MASTERS)
-        if copied and all(master.grad is None for master in copied):
-            warn_user(
-                f"this {type(optimizer).__name__} is a copy: it steps copies of master weights, which belong to no "
-                "model and have no gradients. Make an optimizer of the copied model's parameters, give both to "
-                "initialize(), and load deep copies of the originals' state_dict() into them"
-            )
         guard = self._optimizers.guard_of(optimizer)
         if guard is None and not has_other_guard(optimizer):
             guard = self._guard_at_step(optimizer, args[0] if args else kwargs.get("closure"))

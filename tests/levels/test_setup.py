@@ -118,23 +118,6 @@ def test_weights_outlive_an_optimizer_that_is_dropped(collected: Any) -> None:
     assert same(values(model), trained)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["as it is", "given to initialize"])
-def test_a_copied_optimizer_whose_model_has_no_masters_warns_when_it_steps(given: bool) -> None:
-    model = network()
-    model, optimizer = initialize(model, sgd(model), opt_level="O2", dtype=torch.bfloat16)
-    train(model, optimizer, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        twin, other = copy.deepcopy((model, optimizer))
-        train(model, optimizer, 1)
-    if given:
-        initialize(twin, other, opt_level="O2", dtype=torch.bfloat16)
-    other.zero_grad()
-    twin(batch()[0]).sum().backward()
-    with pytest.warns(UserWarning, match="this SGD is a copy.*load deep copies"):
-        other.step()
-
-
 def test_a_copied_model_trains_on_with_a_new_optimizer_and_the_states_of_the_originals() -> None:
     model = network()
     model, optimizer = initialize(model, sgd(model), opt_level="O2", dtype=torch.bfloat16)
@@ -147,19 +130,6 @@ def test_a_copied_model_trains_on_with_a_new_optimizer_and_the_states_of_the_ori
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert train(twin, other) == train(model, optimizer)
     assert same(values(twin), values(model))
-
-
-def test_a_copied_optimizer_steps_by_gradients_of_its_own_without_a_warning() -> None:
-    model = network()
-    model, optimizer = initialize(model, sgd(model), opt_level="O2", dtype=torch.bfloat16)
-    with autoamp.scale_loss(model(batch()[0]).sum(), optimizer) as scaled:
-        scaled.backward()
-    ahead = copy.deepcopy(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ahead.step()
-    optimizer.step()
-    assert torch.equal(ahead.param_groups[0]["params"][0], optimizer.param_groups[0]["params"][0])
 
 
 def test_scope_models_leaves_every_other_module_alone() -> None:
