@@ -39,7 +39,6 @@ class Casts:
 
     Attributes:
         local: The switches and the kept casts of the thread that asks.
-        deviations: `ThreadState.deviations`: while it is empty every thread casts.
         cache: Keeps casts of parameters, and of the last activation.
         warned: The names of banned functions whose warning was given already.
         yielded_to: The mixed precision of the program itself, such as ``"torch.autocast"``; None until it is seen.
@@ -57,9 +56,6 @@ class Casts:
         self.dtype = dtype
         self.device_type = device_type
         self.local = ThreadState()
-        self.deviations = self.local.deviations
-        # Until `open` no thread casts.
-        self.deviations.append(None)
         self._on = on
         self.is_open = False
         self.cache = CastCache(self.local, enable_caching)
@@ -72,8 +68,6 @@ class Casts:
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
-        if self._on and not self.is_open:
-            self.deviations.pop()
         self.is_open = True
         # Off by default means forced off: a module's precision must not turn casts on there.
         self.local.set_default(self._on, forced_off=self._on is False)
@@ -85,8 +79,6 @@ class Casts:
 
     def shut(self) -> None:
         """Make every replacement pass calls through, in all threads."""
-        if self._on and self.is_open:
-            self.deviations.append(None)
         self.is_open = False
         self.local.set_default(False, forced_off=True)
         self.cache.clear()

@@ -28,7 +28,9 @@ Token = tuple[Any, bool | None]
 
 
 class ThreadSwitches:
-    """The two switches of one thread. Class attributes are the defaults of a thread that sets nothing itself.
+    """The two switches of one thread.
+
+    Class attributes are the defaults of a thread that sets nothing itself: no casts, until `Casts.open`.
 
     A plain object: what compiled code sets on an instance of a subclass of `threading.local`, Dynamo of torch 2.13
     writes to a dict that threads do not read, and its guards read that dict.
@@ -39,8 +41,8 @@ class ThreadSwitches:
         forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
     """
 
-    on: Any = True
-    forced_off = False
+    on: Any = False
+    forced_off = True
 
 
 class ThreadState(threading.local):
@@ -48,8 +50,6 @@ class ThreadState(threading.local):
 
     Attributes:
         switches: Whether this thread casts.
-        deviations: An item for each `set`, of any thread, that no `reset` has put back. While it is empty all threads
-            cast, so that a replacement need not look up its thread's switches.
         entries: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was used
             once, whose cast is kept from the second use on. The whole is None outside of module calls.
         last: The last activation that was cast, with its cast.
@@ -57,7 +57,6 @@ class ThreadState(threading.local):
             the switches that it set.
     """
 
-    deviations: list[None]
     _make_switches: type[ThreadSwitches]
     entries: dict[int, KeptCast | None] | None = None
     last: KeptCast | None = None
@@ -66,7 +65,7 @@ class ThreadState(threading.local):
     def __new__(cls) -> ThreadState:
         """Make an instance of a class of its own, whose attributes are one handle's in every thread."""
         switches = type(ThreadSwitches.__name__, (ThreadSwitches,), {})
-        return super().__new__(type(cls.__name__, (cls,), {"deviations": [], "_make_switches": switches}))
+        return super().__new__(type(cls.__name__, (cls,), {"_make_switches": switches}))
 
     def __init__(self) -> None:
         """Make the switches of a thread: `threading.local` calls this in each."""
@@ -86,7 +85,6 @@ class ThreadState(threading.local):
         """
         own = vars(self.switches)
         token = own.get("on"), own.get("forced_off")
-        self.deviations.append(None)
         if forced_off is None:
             forced_off, on = token[1], False if self.switches.forced_off else on
         self._put(on, forced_off)
@@ -95,7 +93,6 @@ class ThreadState(threading.local):
     def reset(self, token: Token) -> None:
         """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
         self._put(*token)
-        self.deviations.pop()
 
     def _put(self, on: Any, forced_off: bool | None) -> None:
         own = vars(self.switches)

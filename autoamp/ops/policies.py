@@ -110,19 +110,19 @@ def _replacement(
         to_half: Whether the policy is fp16.
         off_within: Whether casts are off while the original runs.
     """
-    local, deviations = casts.local, casts.deviations
+    local = casts.local
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
     asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if deviations and not local.switches.on:
+        switches = local.switches
+        if not switches.on:
             return when_off(*args, **kwargs)
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
-            switches = vars(local.switches)
-            before = switches.get("on")
-            switches["on"] = False
-            deviations.append(None)
+            own_switches = vars(switches)
+            before = own_switches.get("on")
+            own_switches["on"] = False
         try:
             if asks and own is not None:
                 result = own(args, kwargs)
@@ -137,11 +137,10 @@ def _replacement(
             return original(*new[0], **new[1])
         finally:
             if off_within:
-                deviations.pop()
                 if before is None:
-                    del switches["on"]
+                    del own_switches["on"]
                 else:
-                    switches["on"] = before
+                    own_switches["on"] = before
 
     when_off = casts.when_off(original, replacement)
     return replacement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -248,8 +249,7 @@ def distill(logits: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scope", ["modules", "global"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize(("backend", "fullgraph"), [("eager", True), ("aot_eager", False)])
 @pytest.mark.parametrize("model_first", [False, True])
 def test_several_compiled_functions_with_functions_of_the_fp32_list(
     dtype: torch.dtype, scope: Any, backend: str, fullgraph: bool, model_first: bool
@@ -305,6 +305,52 @@ def test_threads_that_compile_and_one_that_does_not_cast(dtype: torch.dtype, sco
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), expected, strict=True))
     assert not torch.equal(plain[0], expected[0])
+
+
+@pytest.mark.parametrize("scope", ["modules", "global"])
+@pytest.mark.parametrize("during", ["compilation", "run"])
+def test_a_thread_turns_casts_off_while_another_is_in_compiled_code(scope: Any, during: str) -> None:
+    """Neither the guards nor the writes of compiled code concern the switches of other threads."""
+    model, x, y = Classifier(), torch.randn(8, 6), torch.arange(8) % 4
+    handle = autoamp.init(scope=scope, device_type="cpu", dtype=torch.bfloat16)
+    expected, product = model(x, y), x @ x.t()
+    entered, left, found = threading.Event(), threading.Event(), []
+
+    def turn_off() -> None:
+        with handle.disable_casts():
+            entered.set()
+            left.wait()
+            found.append((x @ x.t()).dtype)
+
+    other = threading.Thread(target=turn_off)
+
+    def let_other_enter() -> None:
+        if other.ident is None:
+            other.start()
+            entered.wait()
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            let_other_enter()
+            return graph.forward(*args)
+
+        if during == "compilation":
+            let_other_enter()
+        return run
+
+    compiled = torch.compile(model, backend=backend)
+    try:
+        outputs = [compiled(x, y) for _ in range(2)]
+    finally:
+        left.set()
+        other.join()
+    outputs.append(compiled(x, y))
+    assert all(torch.equal(*pair) for output in outputs for pair in zip(output, expected, strict=True))
+    assert found == [torch.float32]
+    # Nothing of either is left.
+    assert (x @ x.t()).dtype is product.dtype
+    with handle.disable_casts():
+        assert (x @ x.t()).dtype is torch.float32
 
 
 INDUCTOR = """
