@@ -34,6 +34,9 @@ def first_cause(step: RecordedStep, casts: Casts, scale: float) -> Overflow | No
     found = None if step.ops is None else step.ops.finding()
     if found is not None and isinstance(found.verdict, ScaleSearch):
         return found
+    if any(scale > torch.finfo(loss.dtype).max for loss in step.losses) and not nonfinite_value(*step.losses):
+        # The backward pass begins with the scale, which the dtype of a half loss cannot hold.
+        return Overflow(ScaleSearch(), phase="backward")
     # Findings that are harmless as a rule, by the number of the call.
     suspects: dict[int, Overflow] = {}
     in_backward = None

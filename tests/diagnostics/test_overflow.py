@@ -689,6 +689,20 @@ def test_explain_a_loss_exactly() -> None:
     assert handle.explain_overflow(lambda: mean_square(net(x))) is None
 
 
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_scale_that_a_half_loss_cannot_hold_is_a_search(traced: bool) -> None:
+    """The gradient of the loss is inf, and 0 times it is nan, before any op of the program has run backward."""
+    handle = started(traced=traced)
+    net = nn.Linear(4, 4).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(net.parameters(), lr=0.01), dynamic_loss_scale=True)
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.backward((net(torch.randn(5, 4).half()) * torch.tensor([0.0, 1.0, 1.0, 1.0]).half()).mean())
+        optimizer.step()
+    assert optimizer.loss_scaler.loss_scale == 2.0**15
+    assert [found.kind for found in handle.overflows] == ["scale_search"] * traced
+
+
 REFUSED = {
     "scale_loss": "scaled a loss", "FP16_Optimizer": "scaled a loss", "GradScaler": "scaled a loss",
     "backward": "ran a backward pass", "step": "called an optimizer", "closure": "called an optimizer",
