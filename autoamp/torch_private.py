@@ -39,6 +39,7 @@ __all__ = [
     "compiler_callback",
     "current_graph_task",
     "dispatch_modes",
+    "engine_reaches",
     "flatten",
     "flatten_recurrent_weights",
     "function_of_node",
@@ -275,6 +276,25 @@ def _normed_weight(v: Tensor, g: Tensor, dim: int) -> Tensor:
 
 normed_weight: Callable[[Tensor, Tensor, int], Tensor] = _find("torch._weight_norm", _normed_weight)
 """``v`` scaled to the norms ``g``, which are over all dimensions but ``dim``; with -1 over all."""
+
+
+# -- backward passes --
+
+_will_execute = _find("torch._C._will_engine_execute_node", None)
+
+
+def engine_reaches(leaf: Tensor) -> bool:
+    """Whether the backward pass that calls is going to add to the ``.grad`` of a leaf; False where torch cannot tell.
+
+    `torch.autograd.grad` adds to none.
+    """
+    if _will_execute is None or not leaf.requires_grad:
+        return False
+    try:
+        return bool(_will_execute(torch.autograd.graph.get_gradient_edge(leaf).node))
+    except RuntimeError:
+        # It tells of no leaf whose gradient `torch.autograd.grad` returns.
+        return False
 
 
 # -- parameters of several ranks --

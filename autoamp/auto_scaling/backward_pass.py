@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.scaling import LossScaler, true_gradient
 from autoamp.stepping import OverflowCheck, StepGuard
+from autoamp.tensors import HALF_DTYPES
 
 __all__ = [
     "OurHook",
@@ -68,16 +69,16 @@ class PassCheck(OverflowCheck):
         scale: The scale of the pass.
         flags: What was found, and is being found.
         cleans: Whether 0 takes the place of gradients that overflowed.
-        of_pass: An earlier check of the same pass, if there is one.
+        earlier: An earlier check of the same pass, if there is one.
     """
 
     # What arrives after it was read is for another check, so a step is to read it.
     is_complete = False
 
     def __init__(
-        self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool, of_pass: PassCheck | None = None
+        self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool, earlier: PassCheck | None = None
     ) -> None:
-        super().__init__(scaler, scale, (), of_pass)
+        super().__init__(scaler, scale, (), earlier)
         self._flags = flags
         self._cleans = cleans
 
@@ -133,6 +134,8 @@ class ScaledPass:
         self._check = PassCheck(scaler, self.scale, self._flags, cleans=cleans)
         # The hooks at leaves, whose gradients get true values as they arrive, by the leaf's id.
         self._arrivals: dict[int, Any] = {}
+        # Leaves whose gradients, if nobody else writes them, are finite wherever all that arrives is.
+        self._sure: dict[int, weakref.ref[Tensor]] = {}
         # Leaves of a pass within, whose gradients go back into this one: they keep its scale.
         self._passed_on: dict[int, weakref.ref[Tensor]] = {}
         self._inner: dict[int, _InnerGradient] = {}
@@ -158,6 +161,7 @@ class ScaledPass:
             # Made here, where the streams of all that runs wait for what this one does.
             self._flags.of(tensor)
             self._factor(tensor.device)
+        self._sure.update({id(leaf): weakref.ref(leaf) for leaf in leaves if self._adds_to_checked(leaf)})
         self._arrivals.update({id(leaf): register_first(leaf, _Arrival(self, leaf)) for leaf in leaves})
         self._inner.update({name: _InnerGradient(self, tensor) for name, tensor in new.items()})
         for guard in dict.fromkeys(guard for leaf in leaves for guard in self._owners.get(id(leaf), ())):
@@ -173,6 +177,15 @@ class ScaledPass:
         self._passed_on[id(leaf)] = weakref.ref(leaf)
         return True
 
+    def _adds_to_checked(self, leaf: Tensor) -> bool:
+        """Whether a finite gradient that arrives leaves a finite one: there is none yet, or one that was checked."""
+        if leaf.grad is None:
+            return True
+        # A sum of finite halves may be inf.
+        return leaf.dtype not in HALF_DTYPES and not any(
+            guard.checks.unchecked([leaf]) for guard in self._owners.get(id(leaf), ())
+        )
+
     def concern(self, guard: StepGuard) -> None:
         """Let a guard wait for the check."""
         if self._check not in guard.checks.pending:
@@ -187,7 +200,7 @@ class ScaledPass:
         check = self._check
         if check.overflowed is not None:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
-            self._check = PassCheck(check.scaler, self.scale, self._flags, cleans=self._cleans, of_pass=check)
+            self._check = PassCheck(check.scaler, self.scale, self._flags, cleans=self._cleans, earlier=check)
         for guard in self._owners.get(id(leaf), ()):
             self.concern(guard)
         return self.true(leaf, gradient)
@@ -225,7 +238,17 @@ class ScaledPass:
                 leaf.grad = self.true(leaf, leaf.grad)
         for hook in self._arrivals.values():
             hook.remove()
-        self._arrivals, self._inner, self._passed_on = {}, {}, {}
+        for name in self._arrivals:
+            leaf = self._sure[name]() if name in self._sure else None
+            if leaf is not None and not _has_hooks(leaf):
+                for guard in self._owners.get(name, ()):
+                    guard.checks.note_checked([leaf])
+        self._arrivals, self._inner, self._passed_on, self._sure = {}, {}, {}, {}
+
+
+def _has_hooks(leaf: Any) -> bool:
+    """Whether the program has hooks at a leaf, which may return or write another gradient than the one that arrived."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 class OurHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.runtime import current_runtime
-from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, clip_, scaled_loss
+from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, scaled_loss
 from autoamp.stepping import (
     GuardedOptimizers,
     MasterWeights,
@@ -194,14 +195,16 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             powered = self._guard.norm(float(norm_type))
             if self.overflow:
                 return -1.0
-            norm = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
-            clip_(self._guard.grads.params(), norm, max_norm)
-            return float(norm)
+            whole = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
+            self._guard.checks.clip(whole, max_norm)
+            return float(whole)
         if self.overflow:
             return -1.0
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return float(norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
+        if math.isfinite(norm):
+            self._guard.checks.note_checked(parameters)
+        return norm
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
         """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from autoamp.stepping.attach import ScalesItself, is_optimizer, named_params, refuse_unguardable, stepped_params
+from autoamp.stepping.attach import (
+    ScalesItself,
+    has_other_guard,
+    is_optimizer,
+    named_params,
+    refuse_unguardable,
+    stepped_params,
+)
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
 from autoamp.stepping.links import equalized, load_master, master_of, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizer_steps import OptimizerSteps, has_other_guard
+from autoamp.stepping.optimizer_steps import OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes

@@ -22,7 +22,9 @@ from autoamp.stepping.links import link_of
 __all__ = [
     "AttachedMethod",
     "ScalesItself",
+    "has_other_guard",
     "is_optimizer",
+    "living_optimizers",
     "named_params",
     "refuse_unguardable",
     "stepped_params",
@@ -161,6 +163,18 @@ class AttachedMethod:
         if self._before is not None:
             return _same, (self._before,)
         return getattr, (self.__self__, self._method)
+
+
+def has_other_guard(optimizer: Any) -> bool:
+    """Whether an optimizer has a guard that is none of a handle: an `FP16_Optimizer`, or the one inside of it."""
+    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedMethod)
+
+
+def living_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of torch's class that live and have groups, as far as the garbage collector tells."""
+    # Not isinstance, which asks the object itself: a proxy may answer with another class.
+    living = [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]
+    return [found for found in living if "param_groups" in vars(found) and not isinstance(found, ScalesItself)]
 
 
 def _same(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, scaled_loss, unscale_
 from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import OverflowCheck, StepGuard
-from autoamp.stepping.usage_checks import BackwardWatch
+from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 
 __all__ = ["open_blocks", "scaled_block", "scaled_loss_block"]
 
@@ -44,11 +44,25 @@ def _count(change: int) -> None:
 
 @contextlib.contextmanager
 def scaled_loss_block(
-    loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, casts: Casts, *, delay_unscale: bool
+    loss: Tensor,
+    guards: Sequence[StepGuard],
+    scaler: LossScaler,
+    casts: Casts,
+    *,
+    delay_unscale: bool,
+    left_scaled: LeftScaled,
+    others: Callable[[Sequence[StepGuard]], list[Tensor]],
 ) -> Iterator[Tensor]:
     """`scaled_block` that yields the loss times its scale, and drops kept casts at its end.
 
-    The first block of an optimizer in which the scaled loss runs backward is watched for a pass of the loss itself.
+    Args:
+        loss: The program's.
+        guards: As for `scaled_block`.
+        scaler: As for `scaled_block`.
+        casts: Whose kept casts are dropped.
+        delay_unscale: As for `scaled_block`.
+        left_scaled: Takes note of the parameters whose gradients the block leaves scaled.
+        others: Returns the parameters of all optimizers but those of the guards.
 
     Raises:
         UsageError: One of the optimizers is in a block already, or the loss itself was run backward in this one.
@@ -56,15 +70,15 @@ def scaled_loss_block(
     try:
         with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
             scaled = scaled_loss(loss, scale)
-            watches = scaler.checks and not torch.compiler.is_compiling() and not all(g.proven for g in guards)
-            watch = BackwardWatch(loss, scaled) if watches else None
+            watches = scaler.checks and not torch.compiler.is_compiling()
+            watch = BackwardWatch(loss, scaled, scale, guards, others) if watches else None
             try:
                 yield scaled
             finally:
                 if watch is not None:
-                    watch.end()
+                    left_scaled.note(watch.end(), scale, watch.block)
             if watch is not None:
-                watch.check(guards[0].name)
+                watch.check()
                 for guard in guards:
                     guard.proven = guard.proven or watch.proven
     finally:
@@ -145,8 +159,7 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
     present = [guard.grads.has_any() for guard in guards]
     found: OverflowCheck | None = None
     if checks and any(present):
-        params = [param for guard in guards for param in guard.grads.params()]
-        found = OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))
+        found = OverflowCheck(scaler, scale, _unscale(guards, scaler, scale))
     for guard, has_gradients in zip(guards, present, strict=True):
         check = found
         if not has_gradients:
@@ -158,3 +171,27 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         guard.leave_block(1.0, check)
         if checks:
             guard.checks.block_ended(scaler, scale)
+
+
+def _unscale(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
+    """Unscale the gradients of all guards, and return the flags that tell whether the block made inf or nan.
+
+    Inf that an earlier block left in a gradient says nothing of this one. So gradients do not count all of whose
+    optimizers are going to skip their next step for an earlier check. Nothing waits for the device.
+    """
+    if len(guards) == 1 or not any(guard.checks.pending for guard in guards):
+        params = [param for guard in guards for param in guard.grads.params()]
+        return unscale_(params, scale, scaler.unread.blank)
+    owners: dict[int, tuple[Tensor, list[StepGuard]]] = {}
+    for guard in guards:
+        for param in guard.grads.params():
+            owners.setdefault(id(param), (param, []))[1].append(guard)
+    by_owners: dict[tuple[StepGuard, ...], list[Tensor]] = {}
+    for param, steppers in owners.values():
+        by_owners.setdefault(tuple(steppers), []).append(param)
+    flags = []
+    for group, params in by_owners.items():
+        for flag in unscale_(params, scale, scaler.unread.blank):
+            skips = [guard.checks.pending_flag(flag.device) for guard in group]
+            flags.append(torch.where(torch.stack(skips).amin() != 0, 0.0, flag))
+    return flags

@@ -28,6 +28,7 @@ from autoamp.scaling import (
     Scale,
     SyncGroup,
     SyncGroups,
+    clip_,
     found_any,
     non_finite,
     powered_norm,
@@ -35,6 +36,7 @@ from autoamp.scaling import (
     unscale_,
 )
 from autoamp.stepping.attach import AttachedMethod, named_params, stepped_params
+from autoamp.stepping.checked_grads import CheckedGrads
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import SkipOwner, Skips
@@ -92,7 +94,7 @@ class OverflowCheck:
         scaler: The scaler of the block.
         scale: The scale of the block.
         found: What `autoamp.scaling.unscale_` returned, and other tensors like these.
-        of_pass: An earlier check of the same pass, if there is one.
+        earlier: An earlier check of the same block or pass, if there is one: the scaler hears of it once.
 
     Attributes:
         scaler: As given.
@@ -105,11 +107,11 @@ class OverflowCheck:
     is_complete = True
 
     def __init__(
-        self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], of_pass: OverflowCheck | None = None
+        self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], earlier: OverflowCheck | None = None
     ) -> None:
         self.scaler = scaler
         self.scale = scale
-        self.reported: _Reported = _Reported() if of_pass is None else of_pass.reported
+        self.reported: _Reported = _Reported() if earlier is None else earlier.reported
         self.overflowed: bool | None = None
         self._found = found
 
@@ -117,6 +119,11 @@ class OverflowCheck:
     def found(self) -> Sequence[Tensor]:
         """The flags that are to be read; none once they were."""
         return self._found if self.overflowed is None else ()
+
+    @property
+    def flags(self) -> Sequence[Tensor]:
+        """What was found, as flags, also after they were read."""
+        return self.found if self.overflowed is None else (torch.full((1,), float(self.overflowed)),)
 
     @property
     def cleared(self) -> Sequence[Tensor]:
@@ -155,7 +162,8 @@ def _resolve(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
         if not heard and (blamed is None or scaler is not blamed.scaler):
             scaler.update(False)
     for check in checks:
-        check.reported.overflowed = check not in clean or bool(check.reported.overflowed)
+        if check in clean or check.overflowed:
+            check.reported.overflowed = bool(check.reported.overflowed) or check not in clean
     return blamed
 
 
@@ -211,6 +219,11 @@ class ScaledGrads:
         """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
         return stepped_params(self._optimizer())
 
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors whose gradients backward passes make: what the optimizer steps, and half parameters."""
+        halves = [] if self.masters is None else [half for half, _ in self.masters.pairs]
+        return [*halves, *self.params()]
+
     def has_any(self) -> bool:
         """Tell whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
@@ -247,6 +260,7 @@ class PendingChecks:
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
+        self._checked = CheckedGrads()
         self._groups = SyncGroups()
         # Whether ranks agreed on all that was found since the step.
         self._agreed = False
@@ -271,7 +285,16 @@ class PendingChecks:
     def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = self._grads.params()
+        self._checked.note(self._unscaled)
         self.last, self._agreed = (scaler, scale), False
+
+    def note_checked(self, params: Iterable[Tensor]) -> None:
+        """Take note that these gradients have no inf or nan but what a pending check tells of."""
+        self._checked.note(params)
+
+    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of these parameters whose gradients were never checked, or were written to since."""
+        return self._checked.unchecked(params)
 
     def unscale_added_params(self) -> None:
         """Unscale and check the gradients of what was added to the optimizer after the last block.
@@ -288,6 +311,7 @@ class PendingChecks:
         added = [p for p in params if p.grad is not None and id(p) not in known]
         if added:
             self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
+            self._checked.note(added)
 
     def finish_delayed(self) -> None:
         """Unscale and check what ``delay_unscale`` left scaled."""
@@ -295,7 +319,9 @@ class PendingChecks:
         if scaler is not None:
             grads.delayed, grads.scale = None, 1.0
             if grads.has_any():
-                self.note(OverflowCheck(scaler, scale, unscale_(grads.params(), scale, scaler.unread.blank)))
+                params = grads.params()
+                self.note(OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank)))
+                self._checked.note(params)
 
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
@@ -307,24 +333,20 @@ class PendingChecks:
             self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
         self.note(check)
 
-    def look_again(self) -> None:
-        """Check the gradients of a step that follows a skipped one without a block: they may be the same."""
-        # Not after a collective: a rank that scaled no loss would not take part in another.
-        if self.last is not None and not self._agreed and self._grads.has_any():
-            check = OverflowCheck(*self.last, unscale_(self._grads.params(), 1.0))
-            # The scaler heard of these gradients at the skipped step.
-            check.reported.overflowed = True
-            self.note(check)
-
     def overflowed(self) -> bool | None:
         """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
 
         Where ranks agree on a step all of them have to ask.
         """
-        if self.group is not None:
+        if not self._agreed:
             self.recheck()
         read_checks(self.pending)
         return any(check.overflowed for check in self.pending) if self.pending else None
+
+    def pending_flag(self, device: torch.device) -> Tensor:
+        """Return a flag without dimensions on a device, not 0 where a pending check overflowed. Waits for nothing."""
+        flags = [flag.to(device, non_blocking=True).view(()) for check in self.pending for flag in check.flags]
+        return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
@@ -356,20 +378,42 @@ class PendingChecks:
         """Begin anew: ranks without a block or pass until the next step have to hear of those that have one."""
         self._agreed = False
 
-    def recheck(self) -> None:
-        """Look at the gradients as they are now where other ranks have a part in them: inf may have come from there.
+    def recheck(self, *, makes_gradients: bool = False) -> None:
+        """Check those gradients that a step would use and that nobody checked as they are now.
 
-        Where all ranks see the same after the reduction that is all. Else they agree, once for all that was found.
+        These are gradients that the program wrote to or replaced after their check, and all where other ranks have a
+        part in them: torch does not count the writes of collectives. Ranks that find different things agree. Nothing
+        waits for the device, unless the last step was a skip and no block followed.
+
+        Args:
+            makes_gradients: Whether the step is going to make gradients of its own, by a closure.
         """
-        group = self.group
-        if group is None and self.pending:
-            last = self.pending[-1]
-            self.pending.append(OverflowCheck(last.scaler, last.scale, unscale_(self._grads.params(), 1.0)))
-        elif group is not None and not self._agreed:
+        guard, group = self._guard(), self.group
+        params = self._grads.params()
+        has_no_check = not self.pending and not makes_gradients and guard is not None and guard.skips.last
+        if has_no_check and self.last is not None:
+            # These may be the gradients of the skipped step, of which the scaler has heard.
+            check = OverflowCheck(*self.last, self._look(params))
+            check.reported.overflowed = True
+            if check.found:
+                self.note(check)
+        if group is not None:
             # Another rank may have scaled a loss where this one has scaled none yet.
             scalers = self._owner.scalers
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
+        elif self.pending:
+            found = self._look(params if several_processes() else self._checked.unchecked(params))
+            if found:
+                last = self.pending[-1]
+                self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
+
+    def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
+        flag = None if self.last is None else self.last[0].unread.blank
+        found = unscale_(params, 1.0, flag)
+        self._checked.note(params)
+        return found
 
     def agree(
         self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, loss_is_nonfinite: bool = False
@@ -380,11 +424,9 @@ class PendingChecks:
         scalers, own = self._owner.scalers, self.pending
         found: list[list[Tensor]] = [[] for _ in scalers]
         for check in own:
-            found[_place_of(check.scaler, scalers)] += (
-                check.found if check.overflowed is None else [torch.full((1,), float(check.overflowed))]
-            )
+            found[_place_of(check.scaler, scalers)] += check.flags
         # A reduction by the program itself may have come since the block looked at them.
-        now = unscale_(params, 1.0)
+        now = self._look(self._checked.unchecked(params) if self._agreed else params)
         reduction = FoundInfReduction.of(
             group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
         )
@@ -400,13 +442,22 @@ class PendingChecks:
     def norm(self, norm_type: float) -> Tensor:
         """Return the p-th power of the norm of the gradients of all ranks; for ``inf`` the norm itself.
 
-        Where ranks agree on a step they do so by the same collective, and the step needs no other.
+        Where ranks agree on a step they do so by the same collective. What is written after it is agreed on at the
+        step.
         """
         reduce_partial(self._grads.params(), halves_alone=False)
         group = self.group
+        if group is None and not several_processes():
+            self.recheck()
         present = [param for param in self._grads.params() if param.grad is not None]
         norm = powered_norm(present, group, norm_type)
         return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Clip the gradients after `norm`. A norm that is finite keeps them finite, so they count as checked."""
+        params = self._grads.params()
+        clip_(params, norm, max_norm)
+        self._checked.note(params)
 
 
 def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
@@ -569,10 +620,7 @@ class StepGuard:
         self.grads.collect()
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
-        if self.checks.last is not None and not (makes_gradients or self.checks.pending) and self.skips.last:
-            self.checks.look_again()
-        if several_processes():
-            self.checks.recheck()
+        self.checks.recheck(makes_gradients=makes_gradients)
 
     def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
@@ -719,20 +767,20 @@ def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
 def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
     """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
     grads, checks = guard.grads, guard.checks
-    had_gradients = grads.has_any()
+    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.owner.scalers)
+    before = _GradsBefore(grads.params()) if may_repeat else None
     for attempt in range(attempts):
-        if attempt and not had_gradients:
-            # The closure may leave zero_grad() to the lines before the step: give it what it found at first.
-            for param in grads.params():
-                param.grad = None
+        if attempt and before is not None:
+            # The closure may leave zero_grad() to the lines before the step, or add to the gradients of other losses.
+            before.restore(grads.params())
         loss = _call_closure(guard, closure)
         grads.collect()
         checks.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)
         if (group := checks.group) is not None:
             loss_is_nonfinite = checks.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite()
-        elif several_processes():
-            checks.recheck()
+        else:
+            checks.recheck(makes_gradients=True)
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
         scales = {id(check.scaler): check.scaler.loss_scale for check in checks.pending}
         blamed = checks.resolve()
@@ -740,6 +788,22 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
             break
     return loss, blamed
+
+
+class _GradsBefore:
+    """The gradients that were there before a closure was evaluated, with their values."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._of = [(param, param.grad, param.grad.detach().clone()) for param in params if param.grad is not None]
+
+    @torch.no_grad()
+    def restore(self, params: Iterable[Tensor]) -> None:
+        """Give all parameters what they had."""
+        for param in params:
+            param.grad = None
+        for param, grad, value in self._of:
+            grad.copy_(value)
+            param.grad = grad
 
 
 def _is_finite(loss: Any) -> bool:

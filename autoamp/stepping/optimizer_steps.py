@@ -16,11 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.stepping.attach import AttachedMethod, ScalesItself
+from autoamp.stepping.attach import has_other_guard
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers
 
-__all__ = ["OptimizerSteps", "has_other_guard"]
+__all__ = ["OptimizerSteps"]
 
 
 class OptimizerSteps:
@@ -143,11 +143,6 @@ class OptimizerSteps:
                 f"this step of {guard.name} goes past optimizer.step, so that an overflow would not be skipped; call "
                 "optimizer.step(), not a method that was bound before the first scale_loss"
             )
-
-
-def has_other_guard(optimizer: Any) -> bool:
-    """Tell whether an optimizer has a guard that is none of ours: an `FP16_Optimizer`, or the one inside of it."""
-    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedMethod)
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -13,8 +13,14 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, kind_of
-from autoamp.scaling import LossScaler, RequestedGroup, clip_, is_same_scale, total_norm
-from autoamp.stepping.attach import ScalesItself, refuse_unguardable, stepped_params
+from autoamp.scaling import LossScaler, RequestedGroup, is_same_scale, total_norm
+from autoamp.stepping.attach import (
+    ScalesItself,
+    has_other_guard,
+    living_optimizers,
+    refuse_unguardable,
+    stepped_params,
+)
 from autoamp.stepping.block import open_blocks, scaled_loss_block
 from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
@@ -22,6 +28,7 @@ from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.scaled_backward import LeftScaled
 from autoamp.stepping.skips import OwnSteps, Skips, StepCounts, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
@@ -84,6 +91,9 @@ class GuardedOptimizers:
         self.on_unguarded: Callable[[Any], None] | None = None
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._vanishing = UnderflowWatch()
+        self._left_scaled = LeftScaled()
+        # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
+        self._living: weakref.WeakSet[Any] | None = None
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -94,11 +104,16 @@ class GuardedOptimizers:
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
+        self.refuse_scaled(guard)
         self.watch.step_begins()
         self.counts.step_begins(guard.skips)
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
         self.compare_settings(guard)
+
+    def refuse_scaled(self, guard: StepGuard) -> None:
+        """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
+        self._left_scaled.refuse(guard.name, guard.grads.leaves())
 
     def compare_settings(self, guard: StepGuard) -> None:
         """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""
@@ -114,7 +129,8 @@ class GuardedOptimizers:
             compare_ranks(sets, {**settings.facts(), **masters, **scalers}, settings.rules())
 
     def plain_step_begins(self, optimizer: Any) -> None:
-        """Hear of the step of an optimizer without loss scaling."""
+        """Hear of the step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
+        self._left_scaled.refuse(type(optimizer).__name__, stepped_params(optimizer))
         self.watch.step_begins()
         self.check_underflow(optimizer)
 
@@ -197,7 +213,26 @@ class GuardedOptimizers:
         for guard in guards:
             guard.scaled = True
         self.watch.loss_scaled(loss, scaler.scale_at_hand())
-        return scaled_loss_block(loss, guards, scaler, self.casts, delay_unscale=delay_unscale)
+        return scaled_loss_block(
+            loss,
+            guards,
+            scaler,
+            self.casts,
+            delay_unscale=delay_unscale,
+            left_scaled=self._left_scaled,
+            others=self._params_of_others,
+        )
+
+    def _params_of_others(self, guards: Sequence[StepGuard]) -> list[Tensor]:
+        """Return the leaves of all optimizers but those of the guards. What these step as well is left out."""
+        if self._living is None:
+            self._living = weakref.WeakSet(living_optimizers())
+        others = [guard.grads.leaves() for guard in self.guards if guard not in guards]
+        others += [stepped_params(optimizer) for optimizer in self._living if not has_other_guard(optimizer)]
+        if not others:
+            return []
+        own = {id(param) for guard in guards for param in guard.grads.leaves()}
+        return list({id(param): param for params in others for param in params if id(param) not in own}.values())
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
@@ -252,6 +287,8 @@ class GuardedOptimizers:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
             return
+        if self._living is not None:
+            self._living.add(optimizer)
         # A half-built optimizer has no groups.
         with contextlib.suppress(AttributeError):
             if _steps_any_of(self.models_with_masters, optimizer):
@@ -353,6 +390,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
                 "call clip_grad_norm_ after the with block"
             )
     for guard in guards:
+        registry.refuse_scaled(guard)
         # Before anything is agreed on.
         registry.compare_settings(guard)
     norms = [guard.norm(norm_type) for guard in guards]
@@ -361,7 +399,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
     every = torch.stack([norm.to(norms[0].device) for norm in norms])
     norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
     for guard in guards:
-        clip_(guard.grads.params(), norm, max_norm)
+        guard.checks.clip(norm, max_norm)
     return norm
 
 
@@ -370,8 +408,7 @@ def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     for guard in optimizers.guards if open_blocks.count else ():
         if guard.in_block and not is_same_scale(guard.grads.scale, 1.0):
-            halves = [] if guard.masters is None else [half for half, _ in guard.masters.pairs]
-            found[guard.name] = [*found.get(guard.name, ()), *guard.grads.params(), *halves]
+            found[guard.name] = [*found.get(guard.name, ()), *guard.grads.leaves()]
     return found
 
 

@@ -1,6 +1,6 @@
 """Mistakes by which training dies quietly.
 
-A loss that nobody scales; the wrong one of two losses that is run backward; scaled gradients that are clipped.
+A loss that nobody scales; scaled gradients that are clipped.
 """
 
 from __future__ import annotations
@@ -12,47 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.errors import UsageError, warn_user
+from autoamp.errors import warn_user
 from autoamp.patching import imitate
 
-__all__ = ["BackwardWatch", "ClippingWatch", "UnderflowWatch"]
+__all__ = ["ClippingWatch", "UnderflowWatch"]
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
-
-
-class BackwardWatch:
-    """Sees in a block whether a backward pass goes through the loss, and whether through the scaled one.
-
-    Args:
-        loss: The program's.
-        scaled: What the block yields, made of it.
-    """
-
-    def __init__(self, loss: Tensor, scaled: Tensor) -> None:
-        self._passed: set[str] = set()
-        self._hooks: list[Any] = []
-        if loss.requires_grad and scaled is not loss:
-            for name, tensor in (("loss", loss), ("scaled", scaled)):
-                self._hooks.append(tensor.register_hook(lambda _, name=name: self._passed.add(name)))
-
-    @property
-    def proven(self) -> bool:
-        """Whether the scaled loss was run backward."""
-        return "scaled" in self._passed
-
-    def end(self) -> None:
-        """Take the hooks back."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def check(self, name: str) -> None:
-        """Raise UsageError where the loss was run backward and not the scaled one; ``name`` is the optimizer's."""
-        if "loss" in self._passed and not self.proven:
-            raise UsageError(
-                f"loss.backward() was called inside the scale_loss block of {name}, and its gradients are not scaled. "
-                "Call scaled_loss.backward(), where scaled_loss is the value that the with statement yields"
-            )
 
 
 class ClippingWatch:

@@ -215,12 +215,22 @@ def test_optimizers_of_two_blocks_are_skipped_apart() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
 @pytest.mark.parametrize(
-    ("first", "both"),
-    [(1.0, (math.inf, 1.0)), (1.0, (1.0, math.nan)), (math.inf, (1.0, 1.0))],
+    ("first", "both", "second", "skips"),
+    [
+        (1.0, (math.inf, 1.0), 1.0, [1, 1]),
+        (1.0, (1.0, math.nan), 1.0, [1, 1]),
+        # A block answers for what it added.
+        (math.inf, (1.0, 1.0), 0.5, [1, 0]),
+    ],
     ids=["in the first", "in the second", "before the block"],
 )
 def test_an_overflow_is_of_all_optimizers_of_the_block(
-    first: float, both: tuple[float, float], order: tuple[int, int], reads: list[int]
+    first: float,
+    both: tuple[float, float],
+    second: float,
+    skips: list[int],
+    order: tuple[int, int],
+    reads: list[int],
 ) -> None:
     pair = Pair()
     pair.backward(pair.guards[:1], [first, 0.0, 0.0])
@@ -228,8 +238,8 @@ def test_an_overflow_is_of_all_optimizers_of_the_block(
     assert reads == []
     for place in order:
         pair.optimizers[place].step()
-    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
-    assert [guard.skips.total for guard in pair.guards] == [1, 1]
+    assert [param.item() for param in pair.params] == [1.0, second, 1.0]
+    assert [guard.skips.total for guard in pair.guards] == skips
     assert pair.scaler.loss_scale == 512.0
 
 

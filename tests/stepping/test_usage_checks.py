@@ -1,4 +1,4 @@
-"""Mistakes of a program: the wrong loss backward, scaled gradients clipped, steps repeated, gradients underflowing."""
+"""Mistakes of a program: scaled gradients clipped, steps repeated, gradients underflowing."""
 
 from __future__ import annotations
 
@@ -11,38 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 import autoamp
-from autoamp.errors import UsageError
-from autoamp.stepping.usage_checks import BackwardWatch, UnderflowWatch
-
-
-def losses() -> tuple[Tensor, Tensor]:
-    loss = torch.ones(2, requires_grad=True).sum()
-    return loss, loss * 8.0
-
-
-def test_a_backward_pass_of_the_unscaled_loss_is_an_error() -> None:
-    loss, scaled = losses()
-    watch = BackwardWatch(loss, scaled)
-    watch.check("SGD")
-    scaled.backward()
-    assert watch.proven
-    watch.check("SGD")
-    loss, scaled = losses()
-    watch = BackwardWatch(loss, scaled)
-    loss.backward(retain_graph=True)
-    with pytest.raises(
-        UsageError,
-        match=r"loss.backward\(\) was called inside the scale_loss block of SGD.* Call scaled_loss.backward\(\)",
-    ):
-        watch.check("SGD")
-    watch.end()
-    # No hook is left.
-    scaled.backward()
-    assert not watch.proven
-
-
-def test_a_loss_without_gradients_is_not_watched() -> None:
-    BackwardWatch(torch.ones(()), torch.ones(()) * 2.0).check("SGD")
+from autoamp.stepping.usage_checks import UnderflowWatch
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,215 @@
+"""Gradients that are multiplied by the loss scale never reach a step: of another optimizer, or after the block."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear
+
+import autoamp
+from autoamp.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@contextlib.contextmanager
+def initialized(dtype: torch.dtype = torch.float16) -> Iterator[autoamp.Handle]:
+    handle = autoamp.init(device_type="cpu", dtype=dtype)
+    try:
+        yield handle
+    finally:
+        handle.deactivate()
+
+
+@pytest.fixture
+def handle() -> Iterator[autoamp.Handle]:
+    with initialized() as handle:
+        yield handle
+
+
+def loss_of(*models: Linear) -> Tensor:
+    torch.manual_seed(0)
+    value = torch.randn(8, 4)
+    for model in models:
+        value = model(value)
+    return value.float().square().mean()
+
+
+def weights(*models: Linear) -> list[Tensor]:
+    return [param.detach().clone() for model in models for param in model.parameters()]
+
+
+def assert_same(before: list[Tensor], after: list[Tensor]) -> None:
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("made", ["before init", "before the block", "before the block, guarded"])
+def test_a_forgotten_optimizer_is_refused(made: str) -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    one = torch.optim.SGD(first.parameters(), lr=0.1)
+    two = torch.optim.SGD(second.parameters(), lr=0.1) if made == "before init" else None
+    with initialized() as handle:
+        two = two or torch.optim.SGD(second.parameters(), lr=0.1)
+        if made.endswith("guarded"):
+            with handle.scale_loss(loss_of(second), two) as scaled:
+                scaled.backward()
+            two.step()
+            two.zero_grad()
+        before = weights(second)
+        with handle.scale_loss(loss_of(first, second), one) as scaled:
+            scaled.backward()
+        one.step()
+        with pytest.raises(UsageError, match=r"SGD would step by gradients .* 65536, in 2 of its.*scale_loss"):
+            two.step()
+        assert_same(before, weights(second))
+        # The remedy.
+        one.zero_grad(), two.zero_grad()
+        with handle.scale_loss(loss_of(first, second), [one, two]) as scaled:
+            scaled.backward()
+        one.step(), two.step()
+        assert not torch.equal(before[0], second.weight)
+
+
+def test_scaled_gradients_of_a_forgotten_optimizer_are_not_clipped(handle: autoamp.Handle) -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    one, two = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    with handle.scale_loss(loss_of(first, second), one) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="multiplied by the loss scale"):
+        handle.clip_grad_norm_(two, 1.0)
+
+
+def test_a_forgotten_optimizer_with_masters_is_refused() -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    (first, second), (one, two) = autoamp.initialize(
+        [first, second], optimizers, opt_level="O2", dtype=torch.float16, device_type="cpu", verbosity=0
+    )
+    before = weights(second)
+    with autoamp.scale_loss(loss_of(first, second), one) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="would step by gradients that are multiplied"):
+        two.step()
+    assert_same(before, weights(second))
+
+
+@pytest.mark.parametrize("there", ["zeros", "a micro-batch"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_pass_after_its_block_is_refused(there: str, level: str) -> None:
+    model = Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level=level, dtype=torch.float16, device_type="cpu", loss_scale=128.0, verbosity=0
+    )
+    with autoamp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    if there == "zeros":
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    before, gradient = weights(model), model.weight.grad.clone()
+    with autoamp.scale_loss(loss_of(model), optimizer) as scaled:
+        pass
+    with pytest.raises(UsageError, match=r"after its scale_loss block had ended.*128.* Indent it into the with block"):
+        scaled.backward()
+    assert torch.equal(model.weight.grad, gradient)
+    assert_same(before, weights(model))
+
+
+def test_a_backward_pass_of_the_unscaled_loss_is_refused(handle: autoamp.Handle) -> None:
+    model = Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(UsageError, match=r"loss.backward\(\) was called inside the scale_loss block of SGD.* Call "),
+        handle.scale_loss(loss := loss_of(model), optimizer),
+    ):
+        loss.backward()
+    optimizer.zero_grad()
+    with handle.scale_loss(loss := loss_of(model), optimizer) as scaled:
+        # A penalty, say, may run the loss backward as well.
+        loss.backward(retain_graph=True)
+        scaled.backward()
+
+
+def test_gradients_of_inputs_may_be_asked_for_after_the_block(handle: autoamp.Handle) -> None:
+    model = Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    with handle.scale_loss(model(inputs).float().square().mean(), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+    gradient, weight = torch.autograd.grad(scaled, [inputs, model.weight])
+    assert gradient.abs().sum() > 0
+    assert torch.allclose(weight / 65536.0, model.weight.grad, rtol=1e-3)
+
+
+def test_delayed_gradients_and_an_open_block_take_a_late_pass_of_the_same_scale(handle: autoamp.Handle) -> None:
+    model = Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with handle.scale_loss(loss_of(model), optimizer, delay_unscale=True) as late:
+        pass
+    late.backward(retain_graph=True)
+    with handle.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        late.backward()
+    expected = Linear(4, 4)
+    expected.load_state_dict(model.state_dict())
+    loss_of(expected).backward()
+    assert torch.allclose(model.weight.grad, 3.0 * expected.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.zero_grad(set_to_none=False),
+        lambda model: [param.grad.data.zero_() for param in model.parameters() if param.grad is not None],
+        lambda model: [setattr(param, "grad", None) for param in model.parameters()],
+        lambda model: torch._foreach_zero_([param.grad for param in model.parameters() if param.grad is not None]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_two_networks_of_which_one_trains_through_the_other(zero: Callable[[Any], Any], dtype: torch.dtype) -> None:
+    def train(handle: autoamp.Handle | None) -> list[Tensor]:
+        torch.manual_seed(1)
+        generator, discriminator = Linear(4, 4), Linear(4, 4)
+        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, discriminator))
+
+        def backward(loss: Tensor, optimizer: Any) -> None:
+            if handle is None:
+                loss.backward()
+                return
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+
+        loss_of(generator, discriminator).backward()
+        for _ in range(3):
+            zero(discriminator)
+            backward(loss_of(discriminator), theirs)
+            backward(loss_of(generator, discriminator), [theirs])
+            theirs.step()
+            zero(generator)
+            # Leaves scaled gradients in the discriminator.
+            backward(loss_of(generator, discriminator), ours)
+            ours.step()
+        return weights(generator, discriminator)
+
+    expected = train(None)
+    with initialized(dtype) as handle, handle.disable_casts():
+        assert_same(expected, train(handle))
+
+
+def test_nothing_is_kept_alive(handle: autoamp.Handle) -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    one, two = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    with handle.scale_loss(loss_of(first, second), one) as scaled:
+        scaled.backward()
+    left = weakref.ref(second.weight)
+    del second, two, scaled
+    gc.collect()
+    assert left() is None

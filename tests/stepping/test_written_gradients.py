@@ -1,0 +1,350 @@
+"""A step uses gradients that were checked as they are: what is written after a check is checked again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Embedding, Linear, Module, Sequential
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from autoamp.fp16_utils import FP16_Optimizer
+from autoamp.optimizers import FusedAdam
+
+Params = Sequence[Tensor]
+
+
+class Program:
+    """A model in fp16, and one step of its training in two halves: gradients, and ``optimizer.step()``."""
+
+    def __init__(self, way: str, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.sparse = make is torch.optim.SparseAdam
+        self.model: Module = Embedding(8, 4, sparse=True) if self.sparse else Sequential(Linear(4, 4), Linear(4, 4))
+        self.optimizer: Any = make(self.model.parameters(), lr=0.01)
+        self.way = way
+        if way in ("O2", "scale_loss", "bf16 with a scale"):
+            level, dtype = "O2" if way == "O2" else "O1", torch.bfloat16 if way.startswith("bf16") else torch.float16
+            scale = 128.0 if way.startswith("bf16") else None
+            self.model, self.optimizer = autoamp.initialize(
+                self.model, self.optimizer, opt_level=level, dtype=dtype, device_type="cpu", loss_scale=scale,
+                verbosity=0, **options,
+            )  # fmt: skip
+        elif way == "auto_scale":
+            autoamp.init(device_type="cpu", dtype=torch.float16, **options).auto_scale()
+        else:
+            self.model.half()
+            self.optimizer = FP16_Optimizer(self.optimizer, dynamic_loss_scale=True)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """What the optimizer steps."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def backward(self) -> None:
+        inputs = torch.arange(4) if self.sparse else torch.ones(2, 4)
+        if self.way == "FP16_Optimizer" and not self.sparse:
+            inputs = inputs.half()
+        loss = self.model(inputs).float().square().mean()
+        if self.way == "auto_scale":
+            loss.backward()
+        elif self.way == "FP16_Optimizer":
+            self.optimizer.backward(loss)
+        else:
+            with autoamp.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+
+    def state(self) -> list[Tensor]:
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [torch.as_tensor(value).detach().clone() for value in (*self.params, *self.model.parameters(), *states)]
+
+    def skips(self, spoil: Callable[[Params], None]) -> bool:
+        """Whether a step is skipped, with all as before it, after a clean one, and the next one is taken."""
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self.backward()
+            before = self.state()
+            self.optimizer.step()
+            assert not all(map(torch.equal, before, self.state()))
+        self.optimizer.zero_grad()
+        self.backward()
+        spoil(self.params)
+        before = self.state()
+        self.optimizer.step()
+        skipped = all(map(torch.equal, before, self.state()))
+        self.optimizer.zero_grad()
+        self.backward()
+        self.optimizer.step()
+        assert not all(map(torch.equal, before, self.state()))
+        assert all(bool(param.isfinite().all()) for param in self.params)
+        return skipped
+
+
+def _divide(params: Params) -> None:
+    for param in params:
+        param.grad.div_(param.grad.norm() * 0)
+
+
+def _replace(params: Params) -> None:
+    params[0].grad = params[0].grad * math.inf
+
+
+def _replace_reusing_ids(params: Params) -> None:
+    for param in params:
+        shape, param.grad = param.grad.shape, None
+        param.grad = torch.full(shape, math.nan)
+
+
+def _write_one_element(params: Params) -> None:
+    params[-1].grad.view(-1)[-1] = math.inf
+
+
+def _multiply_all(params: Params) -> None:
+    torch._foreach_mul_([param.grad for param in params], math.nan)
+
+
+def _clip_by_nan(params: Params) -> None:
+    torch.nn.utils.clip_grad_norm_(params, math.nan)
+
+
+WAYS = ["scale_loss", "bf16 with a scale", "auto_scale", "O2", "FP16_Optimizer"]
+SPOILS = [_divide, _replace, _replace_reusing_ids, _write_one_element, _multiply_all, _clip_by_nan]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_become_nan_after_their_check_are_not_stepped(way: str, spoil: Callable[[Params], None]) -> None:
+    assert Program(way).skips(spoil)
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "auto_scale", "O2"])
+@pytest.mark.parametrize("action", ["raise", "skip"])
+def test_so_it_is_whatever_is_done_about_steps_without_a_scale(way: str, action: str) -> None:
+    assert Program(way, on_nonfinite=action).skips(_divide)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam, torch.optim.RMSprop])
+@pytest.mark.parametrize("way", ["scale_loss", "O2", "auto_scale"])
+def test_of_any_optimizer(way: str, make: Callable[..., Any]) -> None:
+    assert Program(way, make).skips(_multiply_all)
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "auto_scale"])
+def test_sparse_gradients(way: str) -> None:
+    def spoil(params: Params) -> None:
+        params[0].grad.mul_(math.nan)
+
+    assert Program(way, torch.optim.SparseAdam).skips(spoil)
+
+
+@pytest.mark.parametrize("way", ["scale_loss", "auto_scale", "O2", "FP16_Optimizer"])
+def test_hooks_that_make_nan_are_seen(way: str) -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        program = Program(way)
+        leaf: Any = next(program.model.parameters())
+
+        def spoil(params: Params, register: str = register, leaf: Any = leaf, program: Program = program) -> None:
+            def after(param: Tensor) -> None:
+                param.grad.mul_(math.nan)
+
+            hook = getattr(leaf, register)(after if "post" in register else lambda gradient: gradient * math.nan)
+            program.optimizer.zero_grad()
+            program.backward()
+            hook.remove()
+
+        assert program.skips(spoil), register
+
+
+def test_a_write_between_two_passes_is_seen() -> None:
+    program = Program("auto_scale")
+
+    def spoil(params: Params) -> None:
+        params[0].grad.fill_(math.nan)
+        program.backward()
+
+    assert program.skips(spoil)
+
+
+class _Ops(TorchDispatchMode):
+    """Counts looks at gradients."""
+
+    looks = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.looks += "non_finite_check" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("way", "write", "looks"),
+    [
+        *((way, lambda program: None, 0) for way in WAYS),
+        *((way, lambda program: torch.nn.utils.clip_grad_norm_(program.params, 1e-3), 1) for way in WAYS),
+        # A norm that is finite leaves gradients finite.
+        *((way, lambda program: _handle().clip_grad_norm_(program.optimizer, 1e-3), 0) for way in WAYS[:4]),
+        ("FP16_Optimizer", lambda program: program.optimizer.clip_master_grads(1e-3), 0),
+    ],
+)
+def test_only_what_was_written_is_looked_at_again(way: str, write: Callable[[Program], Any], looks: int) -> None:
+    program = Program(way)
+    program.backward()
+    write(program)
+    with _Ops() as ops:
+        program.optimizer.step()
+    assert ops.looks == looks
+
+
+def _handle() -> autoamp.Handle:
+    handle = autoamp.current_handle()
+    assert handle is not None
+    return handle
+
+
+def test_a_block_answers_for_what_it_added() -> None:
+    torch.manual_seed(0)
+    models = [Linear(4, 4) for _ in range(3)]
+    optimizers = [torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)]
+    optimizers.append(torch.optim.SGD(models[2].parameters(), lr=0.1))
+    models, optimizers = autoamp.initialize(
+        models, optimizers, opt_level="O1", dtype=torch.float16, device_type="cpu", num_losses=2, verbosity=0
+    )
+    inputs = torch.ones(2, 4)
+    with autoamp.scale_loss(models[1](models[0](inputs)).float().sum() * math.inf, optimizers[0], loss_id=0) as scaled:
+        scaled.backward()
+    with autoamp.scale_loss(models[2](models[1](inputs)).float().mean(), optimizers, loss_id=1) as scaled:
+        scaled.backward()
+    before = [param.detach().clone() for model in models for param in model.parameters()]
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+    after = [param for model in models for param in model.parameters()]
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True, True, True, False, False]
+    states = autoamp.state_dict()
+    assert [states[f"loss_scaler{number}"]["loss_scale"] for number in (0, 1)] == [32768.0, 65536.0]
+    assert [states[f"loss_scaler{number}"]["unskipped"] for number in (0, 1)] == [0, 1]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(2))))
+def test_an_inf_in_what_two_optimizers_share_is_stepped_by_neither(order: Sequence[int]) -> None:
+    torch.manual_seed(0)
+    first, second = Linear(4, 4), Linear(4, 4)
+    optimizers = [torch.optim.SGD([*model.parameters()], lr=0.1) for model in (first, second)]
+    optimizers[1].add_param_group({"params": [first.bias]})
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    inputs = torch.ones(2, 4)
+    with handle.scale_loss(first(inputs).float().sum() * math.inf, optimizers[0]) as scaled:
+        scaled.backward()
+    with handle.scale_loss(second(first(inputs)).float().sum(), optimizers) as scaled:
+        scaled.backward()
+    before = [param.detach().clone() for model in (first, second) for param in model.parameters()]
+    for number in order:
+        optimizers[number].step()
+    assert all(map(torch.equal, before, (param for model in (first, second) for param in model.parameters())))
+
+
+class _Closure:
+    """A closure that adds to the gradients that are there, and overflows at high scales."""
+
+    def __init__(self, way: str, make: Callable[..., Any], clears: bool, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Linear(4, 1)
+        self.optimizer = make(self.model.parameters(), lr=0.1, **options)
+        self.way, self.clears, self.calls = way, clears, 0
+        if way != "plain":
+            self.handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+        if way == "auto_scale":
+            self.handle.auto_scale()
+
+    def __call__(self) -> Tensor:
+        self.calls += 1
+        if self.clears:
+            self.optimizer.zero_grad(set_to_none=False)
+        with contextlib.nullcontext() if self.way == "plain" else self.handle.disable_casts():
+            # Large: scaled by 2**16 its gradients are beyond fp16, whose range the hook stands for.
+            loss = (self.model(torch.full((2, 4), 3.0)) - 1.0).square().mean()
+            loss = _Half.apply(loss)
+        if self.way == "scale_loss":
+            with self.handle.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        return loss.detach()
+
+
+class _Half(torch.autograd.Function):
+    """Passes a value on. Its gradient overflows above the largest finite fp16 number."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.where(gradient.abs() > 30000.0, math.inf, gradient)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("there", ["nothing", "zeros", "a micro-batch"])
+@pytest.mark.parametrize("way", ["scale_loss", "auto_scale"])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (torch.optim.SGD, {}), (torch.optim.LBFGS, {"max_iter": 3}),
+        (torch.optim.LBFGS, {"line_search_fn": "strong_wolfe"}),
+    ],
+)  # fmt: skip
+def test_a_closure_that_overflows_is_evaluated_again_on_the_gradients_of_before(
+    make: Callable[..., Any], options: dict[str, Any], way: str, there: str, clears: bool
+) -> None:
+    results = {}
+    for one in ("plain", way):
+        closure = _Closure(one, make, clears, **options)
+        for param in closure.model.parameters():
+            if there != "nothing":
+                param.grad = torch.zeros_like(param) if there == "zeros" else torch.full_like(param, 0.25)
+        first = [param.detach().clone() for param in closure.model.parameters()]
+        while all(map(torch.equal, first, closure.model.parameters())):
+            # Under auto_scale() the first evaluation is not repeated: the step is skipped.
+            if there == "a micro-batch" and closure.calls:
+                for param in closure.model.parameters():
+                    param.grad = torch.full_like(param, 0.25)
+            elif closure.calls:
+                closure.optimizer.zero_grad()
+            closure.optimizer.step(closure)
+        results[one] = list(closure.model.parameters())
+        if one != "plain":
+            assert 2.0**13 <= closure.handle.loss_scale < 2.0**16
+    for expected, param in zip(results["plain"], results[way], strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_repeated_evaluation_adds_no_gradient_a_second_time() -> None:
+    results = []
+    for way in ("plain", "auto_scale"):
+        torch.manual_seed(0)
+        model = Linear(4, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        if way == "auto_scale":
+            autoamp.init(device_type="cpu", dtype=torch.float16).auto_scale()
+        calls = 0
+
+        def closure(model: Linear = model) -> Tensor:
+            nonlocal calls
+            calls += 1
+            # From the second evaluation on the gradient of the bias overflows, and that of the weight does not.
+            bias = model.bias if calls == 1 else _Half.apply(model.bias)
+            loss: Tensor = ((model.weight.sum() + bias) - 1.0).square().mean() * 0.25
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)
+        results.append([calls, *(param.detach().clone() for param in model.parameters())])
+    (calls, *expected), (ours, *params) = results
+    assert ours > calls
+    torch.testing.assert_close(params, expected, rtol=1e-5, atol=1e-7)
