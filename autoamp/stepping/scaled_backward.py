@@ -123,13 +123,14 @@ class BackwardWatch:
     def _scaled_passes(self, _: Tensor) -> None:
         self.proven = True
         guards = [guard for reference in self._guards if (guard := reference()) is not None]
+        others = self._others(guards)
         if not self._has_ended:
-            self._reached += [param for param in self._others(guards) if engine_reaches(param)]
+            self._reached += [param for param in others if engine_reaches(param)]
             return
-        for guard in guards:
-            # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
-            if not is_same_scale(guard.grads.scale, self._scale) and any(map(engine_reaches, guard.grads.leaves())):
-                raise UsageError(
-                    f"scaled_loss.backward() was called after its scale_loss block had ended, so that {guard.name} "
-                    f"would step by gradients multiplied by {float(self._scale):g}. Indent it into the with block"
-                )
+        # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
+        unscaled = [guard.grads.leaves() for guard in guards if not is_same_scale(guard.grads.scale, self._scale)]
+        if any(engine_reaches(param) for params in (*unscaled, others) for param in params):
+            raise UsageError(
+                f"scaled_loss.backward() was called after its scale_loss block of {self.block} had ended, and leaves "
+                f"gradients multiplied by the loss scale {float(self._scale):g}. Indent it into the with block"
+            )

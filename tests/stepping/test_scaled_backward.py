@@ -116,7 +116,9 @@ def test_a_backward_pass_after_its_block_is_refused(there: str, level: str) -> N
     before, gradient = weights(model), model.weight.grad.clone()
     with autoamp.scale_loss(loss_of(model), optimizer) as scaled:
         pass
-    with pytest.raises(UsageError, match=r"after its scale_loss block had ended.*128.* Indent it into the with block"):
+    with pytest.raises(
+        UsageError, match=r"after its scale_loss block of SGD had ended.*128.* Indent it into the with block"
+    ):
         scaled.backward()
     assert torch.equal(model.weight.grad, gradient)
     assert_same(before, weights(model))

@@ -1,0 +1,380 @@
+"""A step is right or refused: programs of two models and two optimizers, drawn at random, beside plain torch in fp32.
+
+Every gradient is a small whole number, which half precision holds at any scale in use here, so that weights, states
+and what the optimizers step are those of plain torch bit for bit. The plain program knows what must be skipped and
+what must be refused; it runs first, and notes the weights after each action.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.errors import UsageError
+from autoamp.optimizers import FusedAdam, FusedSGD
+
+LISTS = {"extends": [], "fp16": ["linear"]}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A backward pass of a loss of some models, scaled for some optimizers."""
+
+    seed: int
+    models: tuple[int, ...]
+    optimizers: tuple[int, ...]
+    overflows: bool = False
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write to the gradients that one optimizer steps by."""
+
+    optimizer: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Clear the gradients of one optimizer."""
+
+    optimizer: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Step one optimizer, with a closure or without."""
+
+    optimizer: int
+    closure: Block | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Give one optimizer a scheduler."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Write to what an optimizer steps, outside of its step."""
+
+    optimizer: int
+
+
+def _replace(params: Sequence[Any]) -> None:
+    for param in params:
+        param.grad = param.grad.clamp(-1, 1)
+
+
+def _in_place(write: Callable[[Any], Any]) -> Callable[[Sequence[Any]], None]:
+    return lambda params: [write(param.grad) for param in params] and None
+
+
+WRITES: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "clip": lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0),
+    "nan by clipping": lambda params: torch.nn.utils.clip_grad_norm_(params, math.nan),
+    "replace": _replace,
+    "replace by nan": lambda params: setattr(params[0], "grad", params[0].grad / 0 * 0),
+    "double": _in_place(lambda grad: grad.mul_(2)),
+    "inf": lambda params: params[-1].grad.view(-1)[-1:].fill_(math.inf),
+    "foreach": lambda params: torch._foreach_mul_([param.grad for param in params], 0.5),
+}
+CLEARS: dict[str, Callable[[Any, Any], Any]] = {
+    "optimizer": lambda optimizer, model: optimizer.zero_grad(set_to_none=True),
+    "optimizer, zeros": lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
+    "model": lambda optimizer, model: model.zero_grad(),
+    "model, zeros": lambda optimizer, model: model.zero_grad(set_to_none=False),
+    "foreach": lambda optimizer, model: torch._foreach_zero_(
+        [param.grad for param in model.parameters() if param.grad is not None] or [torch.ones(1)]
+    ),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05),
+    "Adam, foreach": lambda params: torch.optim.Adam(params, lr=0.05, foreach=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.05),
+    "FusedSGD": lambda params: FusedSGD(params, lr=0.125, momentum=0.5),
+}
+
+
+class Refused(Exception):
+    """The program is wrong, and says so; it ends here."""
+
+
+class Unclear(Exception):
+    """The program is wrong in a way that nobody can prove; what follows is not compared."""
+
+
+class World:
+    """Plain torch: the models, their optimizers, and what a runtime of mixed precision has to make of them."""
+
+    def __init__(self, way: str, makers: Sequence[str], early: Sequence[int]) -> None:
+        self.way = way
+        self.models: list[Any] = [nn.Linear(2, 2) for _ in makers]
+        numbers = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in (param for model in self.models for param in model.parameters()):
+                param.copy_(torch.randint(8, 24, param.shape, generator=numbers) / 16)
+        self.optimizers = [
+            OPTIMIZERS[name](model.parameters()) for name, model in zip(makers, self.models, strict=True)
+        ]
+        self.schedulers: dict[int, Any] = {}
+        for number in early:
+            self.schedule(Schedule(number))
+        # For each optimizer: what blocks found since its last step; whether that was a skip; gradients left scaled.
+        self.found: list[list[bool]] = [[], []]
+        self.was_checked, self.skipped, self.left_scaled = [False, False], [False, False], [False, False]
+
+    def params(self, number: int) -> list[Any]:
+        return [param for group in self.optimizers[number].param_groups for param in group["params"]]
+
+    def loss(self, action: Block) -> Tensor:
+        numbers = torch.Generator().manual_seed(action.seed)
+        total = torch.zeros(())
+        for number in action.models:
+            inputs, targets = torch.randint(-1, 3, (2, 2, 2), generator=numbers).float()
+            total = total + (self.models[number](inputs).float() * targets).sum()
+        return total * math.inf if action.overflows else total
+
+    def block(self, action: Block) -> None:
+        every = tuple(range(len(self.models)))
+        auto = self.way == "auto_scale"
+        named = action.models if auto else action.optimizers
+        if action.late and not auto:
+            raise Refused
+        if any(self.left_scaled[number] for number in action.models):
+            raise Unclear
+        before = [[None if p.grad is None else p.grad.clone() for p in self.params(number)] for number in every]
+        for number in named:
+            if self.found[number] and all(grad is None for grad in before[number]):
+                self.found[number].clear()
+        self.loss(action).backward()
+        overflowed = action.overflows and not set(named).isdisjoint(action.models)
+        for number in named:
+            if any(param.grad is not None for param in self.params(number)):
+                self.found[number].append(overflowed)
+                self.was_checked[number] = True
+        for number in action.models:
+            if number not in named:
+                self.left_scaled[number] = True
+            elif action.overflows and auto:
+                # Zeros come in place of a gradient that overflowed.
+                for param, grad in zip(self.params(number), before[number], strict=True):
+                    param.grad = torch.zeros_like(param) if grad is None else grad
+
+    def write(self, action: Write) -> None:
+        params = [param for param in self.params(action.optimizer) if param.grad is not None]
+        if params:
+            if self.left_scaled[action.optimizer]:
+                raise Unclear
+            WRITES[action.how](params)
+
+    def clear(self, action: Clear) -> None:
+        CLEARS[action.how](self.optimizers[action.optimizer], self.models[action.optimizer])
+        self.left_scaled[action.optimizer] = False
+
+    def schedule(self, action: Schedule) -> None:
+        self.schedulers[action.optimizer] = torch.optim.lr_scheduler.StepLR(self.optimizers[action.optimizer], 2)
+
+    def fill(self, action: Fill) -> None:
+        with torch.no_grad():
+            for param in self.params(action.optimizer):
+                param.mul_(0.5)
+
+    def step(self, action: Step) -> None:
+        number = action.optimizer
+        if self.left_scaled[number]:
+            raise Refused
+        skips = self.must_skip(number, bool(action.closure))
+        if action.closure is not None and not skips:
+            self.optimizers[number].zero_grad()
+            self.block(action.closure)
+            skips = self.must_skip(number, False)
+        self.found[number].clear()
+        self.skipped[number] = skips
+        if not skips:
+            self.optimizers[number].step()
+        self.after_step(number)
+
+    def must_skip(self, number: int, closure: bool) -> bool:
+        finite = all(bool(p.grad.isfinite().all()) for p in self.params(number) if p.grad is not None)
+        looks = self.found[number] or (self.skipped[number] and self.was_checked[number] and not closure)
+        return any(self.found[number]) or bool(looks and not finite)
+
+    def after_step(self, number: int) -> None:
+        if number in self.schedulers:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.schedulers[number].step()
+
+    def weights(self) -> list[Tensor]:
+        return [param.detach().clone() for number in range(len(self.models)) for param in self.params(number)]
+
+    def state(self) -> list[Any]:
+        found: list[Any] = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                found.append((group["lr"], group.get("step")))
+                for param in group["params"]:
+                    found += [torch.as_tensor(value).clone() for _, value in sorted(optimizer.state[param].items())]
+        return [*self.weights(), *found]
+
+    def end(self) -> None:
+        """Nothing is to be undone."""
+
+
+class Mixed(World):
+    """The same program under autoamp."""
+
+    def __init__(self, way: str, makers: Sequence[str], early: Sequence[int]) -> None:
+        super().__init__(way, makers, early)
+        scaler = autoamp.DynamicLossScaler(32.0, growth_interval=2)
+        given: dict[str, Any] = {"dtype": torch.float16, "device_type": "cpu", "lists": LISTS, "loss_scale": scaler}
+        if way in ("O1", "O2"):
+            self.models, self.optimizers = autoamp.initialize(
+                self.models, self.optimizers, opt_level=way, verbosity=0, **given
+            )
+        else:
+            autoamp.init(**given)
+        self.handle: Any = autoamp.current_handle()
+        if way == "auto_scale":
+            self.handle.auto_scale()
+
+    def block(self, action: Block) -> None:
+        loss = self.loss(action)
+        if self.way == "auto_scale":
+            loss.backward()
+            return
+        with self.handle.scale_loss(loss, [self.optimizers[number] for number in action.optimizers]) as scaled:
+            if not action.late:
+                scaled.backward()
+        if action.late:
+            scaled.backward()
+
+    def write(self, action: Write) -> None:
+        params = [param for param in self.params(action.optimizer) if param.grad is not None]
+        if params:
+            WRITES[action.how](params)
+
+    def clear(self, action: Clear) -> None:
+        CLEARS[action.how](self.optimizers[action.optimizer], self.models[action.optimizer])
+
+    def step(self, action: Step) -> None:
+        optimizer = self.optimizers[action.optimizer]
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            assert action.closure is not None
+            self.block(action.closure)
+            return self.loss(action.closure).detach()
+
+        optimizer.step() if action.closure is None else optimizer.step(closure)
+        self.after_step(action.optimizer)
+
+    def end(self) -> None:
+        self.handle.deactivate()
+
+
+def _actions(world: World, actions: Sequence[Any]) -> Iterator[Any]:
+    """Do the actions, and yield what each leads to: the error that ends the program, or the state."""
+    for action in actions:
+        try:
+            getattr(world, type(action).__name__.lower())(action)
+        except (Refused, UsageError):
+            yield "refused", world.weights()
+            return
+        except Unclear:
+            yield "unclear", None
+            return
+        yield "done", world.state()
+
+
+def run(way: str, makers: Sequence[str], early: Sequence[int], actions: Sequence[Any]) -> None:
+    """Run a program in both worlds. AssertionError: they differ."""
+    plain = list(_actions(World(way, makers, early), actions))
+    world = Mixed(way, makers, early)
+    with contextlib.closing(_closing(world)):
+        for action, expected, found in zip(actions, plain, _actions(world, actions), strict=False):
+            if expected[0] == "unclear":
+                return
+            assert found[0] == expected[0], action
+            for one, other in zip(found[1], expected[1], strict=True):
+                equal = torch.equal(one, other) if isinstance(one, Tensor) else one == other
+                assert equal, (action, one, other)
+            if way == "O2":
+                with torch.no_grad():
+                    # A forward pass sees what the optimizer steps.
+                    world.loss(Block(0, (0, 1), ()))
+                halves = [param for model in world.models for param in model.parameters()]
+                assert all(torch.equal(half, p.to(half.dtype)) for half, p in zip(halves, world.weights(), strict=True))
+
+
+def _closing(world: World) -> Any:
+    class Closing:
+        close = staticmethod(world.end)
+
+    return Closing()
+
+
+NUMBERS = st.integers(0, 1)
+SUBSETS = st.sampled_from([(0,), (1,), (0, 1)])
+RIGHT = SUBSETS.flatmap(
+    lambda some: st.builds(
+        Block, st.integers(0, 20), st.just(some), st.just(some), st.sampled_from([False] * 4 + [True])
+    )
+)
+WRONG = st.builds(
+    Block, st.integers(0, 20), SUBSETS, SUBSETS, st.sampled_from([False] * 6 + [True]), st.sampled_from([False] * 4 + [True])
+)  # fmt: skip
+
+
+def _with_closure(number: int, seed: int, overflows: bool) -> Step:
+    return Step(number, Block(seed, (number,), (number,), overflows))
+
+
+STEPS = st.one_of(
+    st.builds(Step, NUMBERS),
+    st.builds(Step, NUMBERS),
+    st.builds(_with_closure, NUMBERS, st.integers(0, 20), st.sampled_from([False, False, True])),
+)
+ACTIONS = st.one_of(
+    RIGHT, RIGHT, RIGHT, WRONG, STEPS, STEPS, STEPS,
+    st.builds(Write, NUMBERS, st.sampled_from(list(WRITES))),
+    st.builds(Clear, NUMBERS, st.sampled_from(list(CLEARS))),
+    st.builds(Schedule, NUMBERS),
+    st.builds(Fill, NUMBERS),
+)  # fmt: skip
+PAIRS = st.tuples(*[st.sampled_from(list(OPTIMIZERS))] * 2)
+
+
+@pytest.mark.parametrize("way", ["O1", "O2", "auto_scale"])
+@given(makers=PAIRS, early=st.sampled_from([(), (0,), (0, 1)]), actions=st.lists(ACTIONS, min_size=3, max_size=14))
+@example(makers=("SGD", "SGD"), early=(), actions=[Block(0, (0, 1), (0,)), Step(0), Step(1)])
+@example(makers=("SGD", "SGD"), early=(), actions=[Block(0, (0,), (0,)), Block(0, (0,), (0,), late=True)])
+@example(makers=("SGD", "SGD"), early=(0,), actions=[_with_closure(0, 1, False), _with_closure(0, 2, True), Step(0)])
+@example(makers=("AdamW", "SGD"), early=(), actions=[Block(0, (0,), (0,)), Write(0, "nan by clipping"), Step(0)])
+@example(
+    makers=("SGD", "SGD"), early=(), actions=[Block(0, (0,), (0,)), Step(0), Fill(0), Block(0, (0,), (0,)), Step(0)]
+)
+def test_a_step_is_right_or_refused(
+    way: str, makers: tuple[str, str], early: Sequence[int], actions: list[Any]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(way, makers, early, actions)
