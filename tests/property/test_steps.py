@@ -340,7 +340,8 @@ RIGHT = SUBSETS.flatmap(
     )
 )
 WRONG = st.builds(
-    Block, st.integers(0, 20), SUBSETS, SUBSETS, st.sampled_from([False] * 6 + [True]), st.sampled_from([False] * 4 + [True])
+    Block, st.integers(0, 20), SUBSETS, SUBSETS, st.sampled_from([False] * 6 + [True]),
+    st.sampled_from([False] * 4 + [True]),
 )  # fmt: skip
 
 
