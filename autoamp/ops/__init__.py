@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.ops.attention import builders_for_half_models
+from autoamp.ops.attention import build_fast_path_check, builders_for_half_models
 from autoamp.ops.autocast_regions import AutocastRegions
 from autoamp.ops.drift import check_lists
 from autoamp.ops.policies import build_replacement
@@ -14,6 +14,7 @@ __all__ = [
     "Expansion",
     "Target",
     "build_check_input",
+    "build_fast_path_check",
     "build_replacement",
     "builders_for_half_models",
     "check_lists",

@@ -202,6 +202,7 @@ class PatchedTorch:
         return [
             (torch.autocast, "__enter__", regions.build_enter),
             (torch.autocast, "__exit__", regions.build_exit),
+            (torch.backends.mha, "get_fastpath_enabled", lambda f: ops.build_fast_path_check(f, casts)),
             (torch.nn.RNNBase, torch_private.CHECK_INPUT, lambda original: ops.build_check_input(original, casts)),
             (checkpoint, torch_private.RECOMPUTATION, lambda f: modules.build_recompute(f, casts, 0)),
             (checkpoint.CheckpointFunction, "forward", lambda f: modules.build_recompute(f, casts, 1)),

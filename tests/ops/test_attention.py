@@ -40,7 +40,7 @@ def pretend_units(units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ("half", "tokens", "keys", "trained", "units", "computed"),
     [
         ("bf16", 128, 128, True, None, "fp32"),
-        ("bf16", 16, 16, False, None, "bf16"),
+        ("bf16", 16, 16, False, None, "fp32"),
         ("bf16", 129, 16, True, None, "bf16"),
         ("bf16", 16, 129, True, None, "bf16"),
         ("bf16", 16, 16, True, "amx_bf16", "bf16"),
@@ -79,17 +79,28 @@ def test_fp32_where_it_is_faster_and_a_half_result(
         torch.testing.assert_close(found, query.grad, atol=6e-2, rtol=6e-2)
 
 
-@pytest.mark.parametrize("trained", range(3))
-def test_one_argument_that_is_trained_is_enough(trained: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_units(None, monkeypatch)
-    given = [torch.randn(2, 2, 4, 8, requires_grad=number == trained) for number in range(3)]
-    mask = torch.zeros(4, 4)
-    autoamp.init(dtype=torch.bfloat16, device_type="cpu")
-    with Attentions() as seen:
-        F.scaled_dot_product_attention(*given, mask)
-        with torch.no_grad():
-            F.scaled_dot_product_attention(*given, mask)
-    assert seen.dtypes == [torch.float32, torch.bfloat16]
+@pytest.mark.parametrize("half", list(HALVES))
+@pytest.mark.parametrize("tokens", [4, 128, 129])
+@pytest.mark.parametrize("units", [None, "amx_bf16"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_model_computes_the_same_with_and_without_gradients(
+    level: str, units: str | None, tokens: int, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_units(units, monkeypatch)
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    model: Any = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level=level, dtype=HALVES[half], device_type="cpu", verbosity=0
+    )
+    x = torch.randn(2, tokens, 16)
+    expected = model(x).detach()
+    for training in (True, False):
+        model.train(training)
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(model(x), expected), (training, mode)
 
 
 def test_arguments_that_are_not_cast_and_errors_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
