@@ -60,7 +60,7 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
     return run_attention
 
 
-def build_fast_path_check(original: Callable[[], bool], casts: Casts) -> Callable[[], bool]:
+def build_fast_path_check(original: Callable[[], bool], casts: Casts) -> Any:
     """Build `torch.backends.mha.get_fastpath_enabled`, which torch's modules ask.
 
     The fast path stays open where the program turned casts off, and in `Handle.inference`, which promises speed.
