@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from autoamp.scaling import local_of
+from autoamp.scaling import is_sharded
 from autoamp.tensors import version_of
 
 __all__ = ["CheckedGrads", "is_same_gradient", "mark_of"]
 
-Mark = tuple[TensorWeakRef, Any]
+Mark = tuple[TensorWeakRef, int | None]
 
 
 def mark_of(gradient: Tensor) -> Mark:
     """Return what tells this gradient, with these values, from any other: the object and its version.
 
-    Writes that torch does not count go unseen: through ``.data``, through numpy, and in-place collectives. The object
-    is referred to weakly, since an id is used again.
+    Writes that torch does not count go unseen: through ``.data``, through numpy, and in-place collectives. Of a DTensor
+    the version is None, since it does not count multi-tensor functions either. The object is referred to weakly, since
+    an id is used again.
     """
-    return TensorWeakRef(gradient), _version(gradient)
+    return TensorWeakRef(gradient), None if is_sharded(gradient) else version_of(gradient)
 
 
 def is_same_gradient(mark: Mark | None, gradient: Tensor) -> bool:
     """Whether a gradient is the one of the mark, and was not written to since."""
-    return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == _version(gradient)
-
-
-def _version(gradient: Tensor) -> Any:
-    if type(gradient) is Tensor:
-        return version_of(gradient)
-    # A write to the local part of a DTensor counts there, and one to the whole counts in the DTensor.
-    return version_of(gradient), version_of(local_of(gradient))
+    return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == version_of(gradient)
 
 
 class CheckedGrads:
