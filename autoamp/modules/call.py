@@ -1,6 +1,7 @@
 """The replacement of `torch.nn.Module.__call__`, which calls torch's own ``__call__`` once.
 
-The outermost call keeps casts until it returns; a module or model may have a precision of its own. A call of a module
+Before the outermost call half parameters take what the program wrote to their masters. The call keeps casts until it
+returns; a module or model may have a precision of its own. A call of a module
 within another that has none goes on to torch at once. A module gets nothing but tags, so it deep-copies and pickles as
 it would without autoamp.
 """
@@ -20,6 +21,7 @@ from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
 from autoamp.patching import imitate
 from autoamp.rules import ModulePrecision
+from autoamp.stepping import refresh_params
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
 __all__ = ["CallRecorder", "build_module_call"]
@@ -69,13 +71,16 @@ def build_module_call(
                 return original(self, *args, **kwargs)
         elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
             return original(self, *args, **kwargs)
-        elif recorder is not None and recorder.armed and recorder.wants_call():
-            record, outputs = recorder.begin(self, args, kwargs), None
-            try:
-                outputs = call(self, *args, **kwargs)
-                return outputs
-            finally:
-                recorder.end(record, outputs)
+        else:
+            if local.entries is None:
+                refresh_params()
+            if recorder is not None and recorder.armed and recorder.wants_call():
+                record, outputs = recorder.begin(self, args, kwargs), None
+                try:
+                    outputs = call(self, *args, **kwargs)
+                    return outputs
+                finally:
+                    recorder.end(record, outputs)
         tag, tokens, keeps_casts, widens = forward_dtypes.find(self), [], False, False
         dtypes = None if tag is None else forward_dtypes.values[tag]
         try:

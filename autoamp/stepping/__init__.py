@@ -13,7 +13,7 @@ from autoamp.stepping.attach import (
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms
 from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
-from autoamp.stepping.links import equalized, load_master, master_of, release_master
+from autoamp.stepping.links import equalized, load_master, master_of, refresh_params, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizer_steps import OptimizerSteps
@@ -50,6 +50,7 @@ __all__ = [
     "open_blocks",
     "read_checks",
     "refuse_unguardable",
+    "refresh_params",
     "release_master",
     "scaled_block",
     "scaled_params",

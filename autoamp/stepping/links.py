@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +20,23 @@ from autoamp.tensors import HALF_DTYPES, version_of, without_grad
 __all__ = [
     "Link",
     "check_shapes",
+    "copy_to_params",
     "equalized",
     "link_of",
     "linked",
     "load_master",
     "master_of",
     "refresh_masters",
+    "refresh_params",
     "release_master",
 ]
+
+
+# What changes where torch reports a write: the versions of a tensor and of its local part, and the address of its data.
+_State = tuple[int | None, int | None, int]
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+_version = operator.attrgetter("_version")
 
 
 class Link:
@@ -34,23 +44,23 @@ class Link:
 
     Attributes:
         master: The fp32 tensor.
+        half_state: The state of the half parameter when the two last agreed.
+        master_state: The state of the master then.
         equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
-        stepped: Whether the master is authoritative: after the first step, or a write into it.
+        stepped: Whether the master is authoritative, which it is from the first step on.
         has_shared: Whether the two had one gradient when they were looked at last.
     """
 
-    __slots__ = ("_shared", "_state", "equal_by", "has_shared", "master", "stepped")
+    __slots__ = ("_shared", "equal_by", "half_state", "has_shared", "master", "master_state", "stepped")
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
         self.share(None)
         self.equal_by: weakref.ref[Any] | None = None
         self.stepped = False
-        self.mark_equal(half)
-
-    def mark_equal(self, half: Tensor) -> None:
-        """Note that the half parameter is equal to the rounded master."""
-        self._state = _state(half), _state(self.master)
+        self.half_state: _State
+        self.master_state: _State
+        _mark_equal([(half, self)])
 
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
@@ -63,18 +73,6 @@ class Link:
             return grad is None and not self.has_shared
         return self._shared() is grad
 
-    def is_written(self, half: Tensor) -> bool:
-        """Tell whether torch reports a write into the half parameter."""
-        return _state(half) != self._state[0]
-
-    def copy_from_param(self, half: Tensor, *, whole: bool) -> None:
-        """Copy the half parameter, which was written to, into the master. If both were written to, the master stays."""
-        if _state(self.master) == self._state[1]:
-            self.read(half, whole=whole)
-        else:
-            self.mark_equal(half)
-            self.stepped = True
-
     def read(self, half: Tensor, *, whole: bool) -> None:
         """Set the master to the half parameter.
 
@@ -85,7 +83,7 @@ class Link:
         rounded = self.master.detach().to(half.dtype).to(self.master.dtype)
         differs = (value != rounded) & ~(value.isnan() & rounded.isnan())
         self.master.copy_(value if whole else torch.where(differs, value, self.master))
-        self.mark_equal(half)
+        _mark_equal([(half, self)])
 
 
 # The master of each half parameter, as long as the parameter lives. Optimizers that share a parameter share its master,
@@ -115,7 +113,7 @@ def load_master(parameter: Tensor, value: Tensor) -> None:
     link = link_of(parameter)
     if link is not None:
         link.master.copy_(value)
-        link.mark_equal(parameter)
+        _mark_equal([(parameter, link)])
 
 
 def release_master(parameter: Tensor) -> Tensor | None:
@@ -136,10 +134,10 @@ def equalized(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
     pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
     refresh_masters(pairs, local=True)
     yield [link.master.detach() for _, link in pairs]
-    for half, link in pairs:
+    for _, link in pairs:
         link.equal_by = weakref.ref(wrapper)
-        # Half parameters are not written to here: a graph may have saved them.
-        link.mark_equal(half)
+    # Half parameters are not written to here: a graph may have saved them.
+    _mark_equal(pairs)
 
 
 def linked(half: Tensor, original: Tensor | None) -> Link:
@@ -161,24 +159,65 @@ def check_shapes(half: Tensor, master: Tensor) -> None:
 
 
 @without_grad
-def refresh_masters(pairs: Collection[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> None:
-    """Copy half parameters that the program wrote to into their masters.
+def refresh_masters(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> None:
+    """Copy half parameters that the program wrote to into their masters. If it wrote to both, the master stays.
 
     Args:
         pairs: Half parameters, with their links.
         first_step: Whether this is the first step, after which the master weights are authoritative.
         local: Whether the masters of other processes may differ.
     """
-    behind = [(half, link) for half, link in pairs if not link.stepped or link.is_written(half)]
+    pairs = list(pairs)
+    states = zip(pairs, _states([half for half, _ in pairs]), strict=True)
+    written = [(*pair, state != pair[1].half_state) for pair, state in states]
+    behind = [(half, link, is_written) for half, link, is_written in written if is_written or not link.stepped]
     several = bool(behind) and not local and several_processes()
-    for half, link in behind:
+    for half, link, is_written in behind:
         check_shapes(half, link.master)
-        # A rank's shard is its own: what replicas of it there are were loaded alike.
-        whole = several and link.equal_by is None and not is_sharded(half)
-        link.copy_from_param(half, whole=whole and (first_step or link.is_written(half)))
+        if _states([link.master]) == [link.master_state]:
+            # A rank's shard is its own: what replicas of it there are were loaded alike.
+            whole = several and link.equal_by is None and not is_sharded(half)
+            link.read(half, whole=whole and (first_step or is_written))
         link.stepped = link.stepped or first_step
 
 
-def _state(tensor: Tensor) -> tuple[int | None, int]:
-    """Return what changes where torch reports a write: the version, and the address of the data."""
-    return version_of(tensor), local_of(tensor).data_ptr()
+@without_grad
+def refresh_params() -> None:
+    """Copy masters that the program wrote to into their half parameters. Nothing is launched where it wrote to none.
+
+    For all masters of the process, since it is asked before each outermost call of a module.
+    """
+    links: list[Link] = list(_links.data.values())
+    if links and _states([link.master for link in links]) != [link.master_state for link in links]:
+        copy_to_params([pair for pair in _links.items() if _states([pair[1].master]) != [pair[1].master_state]])
+
+
+def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:
+    """Round masters into their half parameters, in one multi-tensor copy."""
+    if not pairs:
+        return
+    try:
+        torch._foreach_copy_([local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs])
+    except RuntimeError:
+        for half, link in pairs:
+            check_shapes(half, link.master)
+        raise
+    _mark_equal(pairs)
+
+
+def _mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
+    """Note that half parameters are equal to their rounded masters."""
+    halves, masters = _states([half for half, _ in pairs]), _states([link.master for _, link in pairs])
+    for (_, link), half, master in zip(pairs, halves, masters, strict=True):
+        link.half_state, link.master_state = half, master
+
+
+def _states(tensors: Sequence[Tensor]) -> list[_State]:
+    """Return the state of each tensor, by sweeps that hundreds of them do not slow."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        # Inference tensors have no versions.
+        with contextlib.suppress(RuntimeError):
+            versions = list(map(_version, tensors))
+            return list(zip(versions, versions, map(Tensor.data_ptr, tensors), strict=True))
+    parts = map(local_of, tensors)
+    return [(version_of(whole), version_of(part), part.data_ptr()) for whole, part in zip(tensors, parts, strict=True)]

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.scaling import is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
-from autoamp.stepping.links import Link, check_shapes, equalized, linked, refresh_masters, release_master
+from autoamp.stepping.links import Link, check_shapes, copy_to_params, equalized, linked, refresh_masters, release_master
 from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
@@ -116,8 +116,8 @@ class MasterWeights:
         follows. Where both were, the half parameter decides, unless it has no gradient and the master does.
 
         Args:
-            new_pass: Whether a backward pass is about to begin. It starts from no gradient where the program cleared
-                that of the half parameter, also if it had replaced that of the master before.
+            new_pass: Whether a backward pass is about to begin. It starts from no gradient, or zeros, where the program
+                cleared that of the half parameter, also if it had replaced that of the master before.
         """
         self.adopt()
         fresh: list[tuple[Tensor, Link]] = []
@@ -130,7 +130,7 @@ class MasterWeights:
             if grad is wide and link.shares(grad):
                 continue
             if link.shares(grad) or (grad is None and not link.shares(wide) and not (new_pass and link.has_shared)):
-                _share(half, link, wide)
+                _share(half, link, _unless_zeroed(grad, wide) if new_pass else wide)
             elif grad is not None and grad.dtype in HALF_DTYPES:
                 fresh.append((half, link))
             else:
@@ -226,18 +226,11 @@ class MasterWeights:
 
     @without_grad
     def copy_down(self) -> None:
-        """Write the masters into the half parameters, in one multi-tensor copy."""
-        pairs = self._pairs.values()
-        if pairs:
-            halves, masters = [local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs]
-            try:
-                torch._foreach_copy_(halves, masters)
-            except RuntimeError:
-                for half, link in pairs:
-                    check_shapes(half, link.master)
-                raise
-            for half, link in pairs:
-                link.mark_equal(half)
+        """Write the masters into the half parameters, in one multi-tensor copy, and let both have one gradient again."""
+        copy_to_params(self._pairs.values())
+        # An optimizer may have replaced gradients in its step.
+        if any(half.grad is not link.master.grad for half, link in self._pairs.values()):
+            self.share_gradients()
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
@@ -351,7 +344,7 @@ def _before_accumulation(half: Tensor, link: Link, stashed: _StashedGrads) -> An
             return
         if link.master.grad is not grad and link.shares(grad):
             # The master's gradient was cleared or replaced: this one is of an earlier step.
-            parameter.grad = link.master.grad
+            parameter.grad = _unless_zeroed(grad, link.master.grad)
         if id(parameter) in stashed.wanted:
             stashed.put(parameter, link)
 
@@ -370,6 +363,16 @@ def _share(half: Tensor, link: Link, grad: Tensor | None) -> None:
     except RuntimeError:
         check_shapes(half, link.master)
         raise
+
+
+def _unless_zeroed(grad: Tensor | None, replacement: Tensor | None) -> Tensor | None:
+    """Return the gradient that replaced ``grad`` at a master: zeroed if ``grad``, the half parameter's, is by now.
+
+    Then the program zeroed it in place, which clears both. The device finds out, and nothing waits.
+    """
+    if grad is not None and replacement is not None and grad.layout is replacement.layout is torch.strided:
+        local_of(replacement.detach()).masked_fill_(~local_of(grad.detach()).any(), 0)
+    return replacement
 
 
 def _widen(pairs: list[tuple[Tensor, Link]]) -> None:

@@ -137,40 +137,117 @@ def test_the_gradient_after_a_block_is_a_plain_tensor_of_both(way: str) -> None:
     assert other.tolist() == [[0.25] * 4]
 
 
+def _zero(params: Any) -> None:
+    with_grads = [p.grad for p in params if p.grad is not None]
+    if with_grads:
+        torch._foreach_zero_(with_grads)
+
+
 CLEARINGS: dict[str, Callable[[nn.Module, Any], object]] = {
     "model": lambda model, _: model.zero_grad(),
     "model, zeros": lambda model, _: model.zero_grad(set_to_none=False),
     "optimizer": lambda _, optimizer: optimizer.zero_grad(),
     "optimizer, zeros": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
     "parameters": lambda model, _: [setattr(p, "grad", None) for p in model.parameters()],
+    "parameters, zeros": lambda model, _: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+    "parameters, foreach": lambda model, _: _zero(model.parameters()),
     "masters": lambda _, optimizer: [setattr(p, "grad", None) for p in masters(optimizer)],
     "masters, zeros": lambda _, optimizer: [p.grad.zero_() for p in masters(optimizer) if p.grad is not None],
+    "masters, foreach": lambda _, optimizer: _zero(masters(optimizer)),
 }
 
 
+def _clamp(params: Any) -> None:
+    for p in params:
+        p.grad = None if p.grad is None else p.grad.clamp(-0.0625, 0.0625)
+
+
+class ReplacesGradients(torch.optim.SGD):
+    """Clamps in its step the gradients of the parameters that it is given, its own unless it has others."""
+
+    clamped: list[Tensor] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        _clamp(masters(self) if self.clamped is None else self.clamped)
+        return super().step(closure)
+
+
+WAYS = ["scale_loss", "plain backward", "FP16_Optimizer"]
+
+
+def _steps(way: str, clear: Callable[[nn.Module, Any], object], replaced: str = "") -> list[Tensor]:
+    """Train four steps, in which gradients are clamped into new tensors, and return weights, masters and momentum."""
+    side, _, when = replaced.partition(" ")
+    model = network()
+    optimizer: Any = (ReplacesGradients if when == "within" else torch.optim.SGD)(model.parameters(), 0.1, 0.9)
+    if side == "half":
+        optimizer.clamped = list(model.parameters())
+    if way == "FP16_Optimizer":
+        model.half()
+        optimizer = FP16_Optimizer(optimizer, static_loss_scale=8.0)
+    else:
+        o2(model, optimizer, loss_scale=8.0 if way == "scale_loss" else 1.0)
+    for step in range(4):
+        clear(model, optimizer)
+        if way == "FP16_Optimizer":
+            inputs, targets = data(step)
+            optimizer.backward(nn.functional.mse_loss(model(inputs.half()).float(), targets))
+        elif way == "scale_loss":
+            backward(model, optimizer, step)
+        else:
+            loss_of(model, step).backward()
+        if when == "before":
+            # After a pass outside of blocks `master_params` gives the masters their gradients.
+            _clamp(model.parameters() if side == "half" else list(autoamp.master_params(optimizer)))
+        optimizer.step()
+        if when == "after":
+            _clamp(model.parameters() if side == "half" else masters(optimizer))
+    return snapshot(model, optimizer)
+
+
+def _steps_by_hand(way: str, *, clamped: bool) -> list[Tensor]:
+    """`_steps` with fp32 masters that the program keeps itself."""
+    model, scale = network(), 1 if way == "plain backward" else 8
+    if way == "FP16_Optimizer":
+        model.half()
+    copies = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    optimizer = sgd(copies)
+    model.half()
+    for step in range(4):
+        model.zero_grad()
+        inputs, targets = data(step)
+        (nn.functional.mse_loss(model(inputs.half()).float(), targets) * scale).backward()
+        for param, copied in zip(model.parameters(), copies, strict=True):
+            copied.grad = param.grad.float() / scale  # type: ignore[union-attr]
+        if clamped:
+            _clamp(copies)
+        optimizer.step()
+        for param, copied in zip(model.parameters(), copies, strict=True):
+            param.data.copy_(copied.data)
+    return snapshot(model, optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("clear", CLEARINGS)
-@pytest.mark.parametrize("blocks", [True, False], ids=["scale_loss", "plain backward"])
-def test_steps_go_by_the_gradients_since_the_last_clearing(clear: str, blocks: bool) -> None:
-    def run(clear: Callable[[nn.Module, Any], object]) -> list[Tensor]:
-        model = network()
-        optimizer = sgd(model.parameters())
-        o2(model, optimizer, loss_scale=8.0 if blocks else 1.0)
-        for step in range(4):
-            clear(model, optimizer)
-            if blocks:
-                backward(model, optimizer, step)
-            else:
-                loss_of(model, step).backward()
-            optimizer.step()
-        return snapshot(model, optimizer)
+def test_steps_go_by_the_gradients_since_the_last_clearing(clear: str, way: str) -> None:
+    reference = _steps_by_hand(way, clamped=False)
+    assert equal(_steps(way, CLEARINGS[clear]), reference)
+    assert not equal(_steps(way, lambda *_: None), reference)
 
-    def both(model: nn.Module, optimizer: Any) -> None:
-        for tensor in (*model.parameters(), *masters(optimizer)):
-            tensor.grad = None
 
-    reference = run(both)
-    assert equal(run(CLEARINGS[clear]), reference)
-    assert not equal(run(lambda *_: None), reference)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("clear", CLEARINGS)
+# Where a half parameter's gradient is replaced in the step or after it, this one is not stepped.
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+@pytest.mark.parametrize("side", ["half", "master"])
+def test_gradients_that_were_replaced_are_cleared(side: str, when: str, clear: str, way: str) -> None:
+    clamped = when == "before" or (side, when) == ("master", "within")
+    steps = _steps(way, CLEARINGS[clear], f"{side} {when}")
+    if (side, when) == ("half", "after") and clear.startswith("masters"):
+        # The program did not clear what it gave the half parameter.
+        assert not equal(steps, _steps_by_hand(way, clamped=False))
+    else:
+        assert equal(steps, _steps_by_hand(way, clamped=clamped))
 
 
 def test_zero_grad_frees_the_gradients_of_half_parameters() -> None:
