@@ -129,8 +129,17 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             update_master_grads: Whether gradients are unscaled and checked right away. If not, they stay scaled, and
                 those of several backward passes add up, until `update_master_grads` or `step` is called.
             retain_graph: As for ``Tensor.backward``.
+
+        Raises:
+            UsageError: Masters were written to after the last step, and without a handle nothing has copied them into
+                the model before it ran.
         """
         runtime = current_runtime()
+        if self._masters.refresh_params() and runtime is None:
+            raise UsageError(
+                "masters were written to since the last step, so the loss may come from a model with other weights; "
+                "call optimizer.model_from_masters() after the write, before the model runs"
+            )
         if runtime is not None:
             runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
@@ -144,6 +153,14 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     def masters_from_model(self) -> None:
         """Set the masters to the half parameters, after weights were written through ``.data`` between steps."""
         self._masters.read_model()
+
+    def model_from_masters(self) -> None:
+        """Set the half parameters to the masters, after these were written to outside of a step.
+
+        Not needed while a handle of autoamp is active, except for writes through ``.data``, nor if `zero_grad` comes
+        between the write and the next call of the model.
+        """
+        self._masters.copy_down()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them into the half parameters, unless the gradients overflowed.
@@ -166,6 +183,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             set_to_none: Whether they are set to None. If not, to 0.
             set_grads_to_None: The name of ``set_to_none`` in Apex.
         """
+        self._masters.refresh_params()
         set_to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
         if set_to_none:
             self._masters.clear()
@@ -175,8 +193,6 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.grad.detach().zero_()
-        # The masters' gradients were cleared; this clears those of their half parameters.
-        self._masters.share_gradients()
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale down all gradients of the step so that their norm, taken together, is at most ``max_norm``.

@@ -153,11 +153,6 @@ class CastModels:
             self.forward_dtypes.remove(inherited, model)
         self.forward_dtypes.give(model, dtypes)
 
-    def _drop_forward_dtypes(self, model: Module) -> None:
-        tag = self.forward_dtypes.find(model)
-        if tag is not None:
-            self.forward_dtypes.take(tag, model)
-
     def builders(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
         """Return which methods of `torch.nn.Module` to patch beside its call, each with what builds its replacement."""
         if not self._models:
@@ -176,7 +171,9 @@ class CastModels:
     def let_go(self, models: Iterable[Module]) -> None:
         """Cast these models back to fp32, and leave what goes into them and comes out of them alone."""
         for model in models:
-            self._drop_forward_dtypes(model)
+            tag = self.forward_dtypes.find(model)
+            if tag is not None:
+                self.forward_dtypes.take(tag, model)
             if self._models.pop(model, None) in HALF_DTYPES:
                 self.cast(model, torch.float32)
                 del self._models[model]

@@ -293,6 +293,15 @@ class BaseHandle:
             if guard.masters is not None:
                 guard.masters.read_model()
 
+    def model_from_masters(self) -> None:
+        """Set every half parameter to its fp32 master. Call it after writing to masters through ``.data``.
+
+        A step does so by itself, and so does a module's call after a write that torch records.
+        """
+        for guard in self._runtime.optimizers.guards:
+            if guard.masters is not None:
+                guard.masters.copy_down()
+
     @property
     def backend(self) -> Backend:
         """What computes optimizer steps on this handle's device type: compiled kernels, or torch's own functions."""

@@ -21,6 +21,7 @@ __all__ = [
     "Link",
     "check_shapes",
     "copy_to_params",
+    "copy_written",
     "equalized",
     "link_of",
     "linked",
@@ -48,10 +49,9 @@ class Link:
         master_state: The state of the master then.
         equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
         stepped: Whether the master is authoritative, which it is from the first step on.
-        has_shared: Whether the two had one gradient when they were looked at last.
     """
 
-    __slots__ = ("_shared", "equal_by", "half_state", "has_shared", "master", "master_state", "stepped")
+    __slots__ = ("_shared", "equal_by", "half_state", "master", "master_state", "stepped")
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
@@ -64,13 +64,12 @@ class Link:
 
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
-        self.has_shared = grad is not None
         self._shared = None if grad is None else TensorWeakRef(grad)
 
     def shares(self, grad: Tensor | None) -> bool:
         """Tell whether a gradient of either of the two is the one that `share` was called with last."""
         if grad is None or self._shared is None:
-            return grad is None and not self.has_shared
+            return grad is self._shared
         return self._shared() is grad
 
     def read(self, half: Tensor, *, whole: bool) -> None:
@@ -142,10 +141,12 @@ def equalized(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
 
 def linked(half: Tensor, original: Tensor | None) -> Link:
     """Return the link of a half parameter, a new one if it has none: to a master with the value of ``original``."""
-    if master_of(half) is None:
+    link = link_of(half)
+    if link is None:
         value = half.detach().float() if original is None else original.detach()
-        _links[half] = Link(half, value.requires_grad_(half.requires_grad))
-    link: Link = _links[half]
+        _links[half] = link = Link(half, value.requires_grad_(half.requires_grad))
+    else:
+        refresh_masters([(half, link)])
     return link
 
 
@@ -181,15 +182,23 @@ def refresh_masters(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = 
         link.stepped = link.stepped or first_step
 
 
-@without_grad
 def refresh_params() -> None:
     """Copy masters that the program wrote to into their half parameters. Nothing is launched where it wrote to none.
 
-    For all masters of the process, since it is asked before each outermost call of a module.
+    For all masters of the process, before each outermost call of a module.
     """
     links: list[Link] = list(_links.data.values())
     if links and _states([link.master for link in links]) != [link.master_state for link in links]:
-        copy_to_params([pair for pair in _links.items() if _states([pair[1].master]) != [pair[1].master_state]])
+        with torch.no_grad():
+            copy_written(list(_links.items()))
+
+
+def copy_written(pairs: Collection[tuple[Tensor, Link]]) -> bool:
+    """Copy those masters that the program wrote to into their half parameters. Returns whether there were any."""
+    states = _states([link.master for _, link in pairs])
+    written = [pair for pair, state in zip(pairs, states, strict=True) if state != pair[1].master_state]
+    copy_to_params(written)
+    return bool(written)
 
 
 def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:

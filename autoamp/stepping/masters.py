@@ -8,7 +8,8 @@ one multi-tensor copy rounds the masters into the half parameters.
 
 After the first step the master weight is authoritative. A write into a half parameter reaches its master if torch
 shows it: the parameter's version or the address of its data changes. Torch does not show a write through ``.data``, so
-the next step reverts it. Before the first step programs load and broadcast weights through ``.data``, so until then
+the next step reverts it. In the same way a write into a master reaches its half parameter before the next outermost
+call of a module, through ``.data`` at the end of the next step. Before the first step programs load and broadcast weights through ``.data``, so until then
 masters take all that differs in the half parameters. Nothing here waits for the device.
 """
 
@@ -25,7 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.scaling import is_sharded, local_of, widened
 from autoamp.stepping.attach import AttachedMethod
-from autoamp.stepping.links import Link, check_shapes, copy_to_params, equalized, linked, refresh_masters, release_master
+from autoamp.stepping.links import (
+    Link,
+    check_shapes,
+    copy_to_params,
+    copy_written,
+    equalized,
+    linked,
+    refresh_masters,
+    release_master,
+)
 from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
@@ -80,21 +90,18 @@ class MasterWeights:
             for index, parameter in enumerate(params):
                 if parameter.dtype in HALF_DTYPES:
                     with torch.no_grad():
-                        params[index] = master = self._master(parameter)
-                        _move_state(optimizer, parameter, master)
+                        link = linked(parameter, self._originals.get(id(parameter)))
+                        # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
+                        parameter.grad_dtype = None
+                        self._pairs[id(parameter)] = (parameter, link)
+                        self._hook(parameter, link)
+                        params[index] = link.master
+                        _move_state(optimizer, parameter, link.master)
 
     def of(self, parameter: Any) -> Any:
         """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
         pair = self._pairs.get(id(parameter))
         return parameter if pair is None else pair[1].master
-
-    def _master(self, parameter: Tensor) -> Tensor:
-        link = linked(parameter, self._originals.get(id(parameter)))
-        # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
-        parameter.grad_dtype = None
-        self._pairs[id(parameter)] = (parameter, link)
-        self._hook(parameter, link)
-        return link.master
 
     def collect(self, *, new_pass: bool = False) -> None:
         """Make gradients ready for use: called when a block begins, when it ends, and before a step.
@@ -129,7 +136,7 @@ class MasterWeights:
             wide = master.grad
             if grad is wide and link.shares(grad):
                 continue
-            if link.shares(grad) or (grad is None and not link.shares(wide) and not (new_pass and link.has_shared)):
+            if link.shares(grad) or (grad is None and not new_pass and not link.shares(wide)):
                 _share(half, link, _unless_zeroed(grad, wide) if new_pass else wide)
             elif grad is not None and grad.dtype in HALF_DTYPES:
                 fresh.append((half, link))
@@ -226,11 +233,16 @@ class MasterWeights:
 
     @without_grad
     def copy_down(self) -> None:
-        """Write the masters into the half parameters, in one multi-tensor copy, and let both have one gradient again."""
+        """Write the masters into the half parameters, in one multi-tensor copy. Both have one gradient then."""
         copy_to_params(self._pairs.values())
         # An optimizer may have replaced gradients in its step.
         if any(half.grad is not link.master.grad for half, link in self._pairs.values()):
             self.share_gradients()
+
+    @torch.no_grad()
+    def refresh_params(self) -> bool:
+        """Copy masters that the program wrote to into their half parameters. Returns whether there were any."""
+        return copy_written(self._pairs.values())
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
