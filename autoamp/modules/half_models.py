@@ -242,13 +242,11 @@ class CastModels:
     @torch.no_grad()
     def _load_wide(self, module: Module, state_dict: Mapping[str, Any]) -> None:
         """Write a checkpoint's values, whose rounded ones were just loaded, to masters and fp32 values of buffers."""
-        for buffer in module.buffers():
-            if buffer in self._wide_buffers:
-                self._wide_buffers[buffer] = buffer.float()
         for name, buffer in module.named_buffers(remove_duplicate=False):
-            wide, value = self._wide_buffer(buffer), _unrounded(state_dict.get(name), buffer)
-            if wide is not None and value is not None:
-                wide.copy_(value)
+            value = _unrounded(state_dict.get(name), buffer)
+            if value is not None and buffer in self._wide_buffers:
+                # A copy: the checkpoint's tensor may be written to later.
+                self._wide_buffers[buffer] = value.float().clone()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             # No master follows its parameter before this: the value that was loaded may be the master itself.
             value = _unrounded(state_dict.get(name), parameter)

@@ -69,7 +69,7 @@ class Link:
     def shares(self, grad: Tensor | None) -> bool:
         """Tell whether a gradient of either of the two is the one that `share` was called with last."""
         if grad is None or self._shared is None:
-            return grad is self._shared
+            return grad is None and self._shared is None
         return self._shared() is grad
 
     def read(self, half: Tensor, *, whole: bool) -> None:

@@ -9,8 +9,9 @@ one multi-tensor copy rounds the masters into the half parameters.
 After the first step the master weight is authoritative. A write into a half parameter reaches its master if torch
 shows it: the parameter's version or the address of its data changes. Torch does not show a write through ``.data``, so
 the next step reverts it. In the same way a write into a master reaches its half parameter before the next outermost
-call of a module, through ``.data`` at the end of the next step. Before the first step programs load and broadcast weights through ``.data``, so until then
-masters take all that differs in the half parameters. Nothing here waits for the device.
+call of a module, through ``.data`` at the end of the next step. Before the first step programs load and broadcast
+weights through ``.data``, so until then masters take all that differs in the half parameters. Nothing here waits for
+the device.
 """
 
 from __future__ import annotations
@@ -189,7 +190,6 @@ class MasterWeights:
 
     def clear(self) -> None:
         """Drop the gradients of all that the optimizer steps, and of the half parameters."""
-        self.adopt()
         optimizer: Any = self._optimizer()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
