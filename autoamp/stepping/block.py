@@ -105,29 +105,29 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
         UsageError: One of the optimizers is in a block already.
     """
     guards = tuple(dict.fromkeys(guards))
-    scale = _open(guards, scaler)
+    scale, added_to = _open(guards, scaler)
     _count(1)
     try:
         try:
             yield scale
         except BaseException:
             # The program may catch the exception and step all the same: not with inf and nan.
-            _leave(guards, scaler, scale, not is_same_scale(scale, 1.0), warns=False)
+            _leave(guards, added_to, scaler, scale, not is_same_scale(scale, 1.0), warns=False)
             raise
         if delay_unscale:
             for guard in guards:
                 guard.grads.collect()
                 guard.leave_block(scale, delayed=scaler if scaler.checks else None)
         else:
-            _leave(guards, scaler, scale, scaler.checks, warns=True)
+            _leave(guards, added_to, scaler, scale, scaler.checks, warns=True)
     finally:
         _count(-1)
         for guard in guards:
             guard.in_block = False
 
 
-def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
-    """Bring the gradients that are there to the scale of the block, and return the scale."""
+def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[StepGuard]]:
+    """Bring the gradients that are there to the scale of the block. Returns it, and ``added_to`` as in `_check`."""
     for guard in guards:
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
@@ -136,10 +136,11 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_at_hand()
     _rescale(guards, scale)
+    added_to = [guard for guard in guards if guard.grads.has_any()] if len(guards) > 1 else []
     for guard in guards:
         guard.grads.before_backward()
         guard.grads.scale, guard.in_block = scale, True
-    return scale
+    return scale, added_to
 
 
 def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
@@ -152,16 +153,23 @@ def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
             scale_(params, scale_ratio(scale, guard.grads.scale))
 
 
-def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
+def _leave(
+    guards: Sequence[StepGuard],
+    added_to: Sequence[StepGuard],
+    scaler: LossScaler,
+    scale: Scale,
+    checks: bool,
+    *,
+    warns: bool,
+) -> None:
     """Unscale and check, and leave a check with every optimizer that has gradients."""
     for guard in guards:
         guard.grads.collect()
     present = [guard.grads.has_any() for guard in guards]
-    found: OverflowCheck | None = None
+    found: Sequence[OverflowCheck | None] = [None] * len(guards)
     if checks and any(present):
-        found = OverflowCheck(scaler, scale, _unscale(guards, scaler, scale))
-    for guard, has_gradients in zip(guards, present, strict=True):
-        check = found
+        found = _check(guards, added_to, scaler, scale)
+    for guard, has_gradients, check in zip(guards, present, found, strict=True):
         if not has_gradients:
             is_shared = guard.checks.group is not None
             # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
@@ -173,15 +181,23 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
             guard.checks.block_ended(scaler, scale)
 
 
-def _unscale(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
-    """Unscale the gradients of all guards, and return the flags that tell whether the block made inf or nan.
+def _check(
+    guards: Sequence[StepGuard], added_to: Sequence[StepGuard], scaler: LossScaler, scale: Scale
+) -> list[OverflowCheck]:
+    """Unscale the gradients of all guards, and return a check for each of them. Nothing waits for the device.
 
-    Inf that an earlier block left in a gradient says nothing of this one. So gradients do not count all of whose
-    optimizers are going to skip their next step for an earlier check. Nothing waits for the device.
+    An overflow concerns all optimizers of the block. But inf that was in a gradient before concerns those alone that
+    step by this gradient: it says nothing of the loss of this block.
+
+    Args:
+        guards: Of the block's optimizers.
+        added_to: Those of them that had gradients before the block, where there are several guards.
+        scaler: Of the block.
+        scale: Of the block.
     """
-    if len(guards) == 1 or not any(guard.checks.pending for guard in guards):
+    if not added_to:
         params = [param for guard in guards for param in guard.grads.params()]
-        return unscale_(params, scale, scaler.unread.blank)
+        return [OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))] * len(guards)
     owners: dict[int, tuple[Tensor, list[StepGuard]]] = {}
     for guard in guards:
         for param in guard.grads.params():
@@ -189,9 +205,14 @@ def _unscale(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> l
     by_owners: dict[tuple[StepGuard, ...], list[Tensor]] = {}
     for param, steppers in owners.values():
         by_owners.setdefault(tuple(steppers), []).append(param)
-    flags = []
+    of_block, of_guard = list[Tensor](), {guard: list[Tensor]() for guard in guards}
     for group, params in by_owners.items():
         for flag in unscale_(params, scale, scaler.unread.blank):
-            skips = [guard.checks.pending_flag(flag.device) for guard in group]
-            flags.append(torch.where(torch.stack(skips).amin() != 0, 0.0, flag))
-    return flags
+            before = [guard.checks.earlier_flag(flag.device) for guard in group]
+            of_block.append(torch.where(torch.stack(before).amin() != 0, 0.0, flag))
+            for guard in group:
+                of_guard[guard].append(flag)
+    checks: list[OverflowCheck] = []
+    for own in of_guard.values():
+        checks.append(OverflowCheck(scaler, scale, [*own, *of_block], earlier=checks[0] if checks else None))
+    return checks

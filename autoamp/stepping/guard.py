@@ -260,6 +260,8 @@ class PendingChecks:
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
+        # Those of the last step.
+        self._resolved: list[OverflowCheck] = []
         self._checked = CheckedGrads()
         self._groups = SyncGroups()
         # Whether ranks agreed on all that was found since the step.
@@ -343,15 +345,19 @@ class PendingChecks:
         read_checks(self.pending)
         return any(check.overflowed for check in self.pending) if self.pending else None
 
-    def pending_flag(self, device: torch.device) -> Tensor:
-        """Return a flag without dimensions on a device, not 0 where a pending check overflowed. Waits for nothing."""
-        flags = [flag.to(device, non_blocking=True).view(()) for check in self.pending for flag in check.flags]
+    def earlier_flag(self, device: torch.device) -> Tensor:
+        """Return a flag without dimensions on a device: not 0 where gradients may hold inf of an earlier block.
+
+        That is what pending checks say, or those of the last step without any. Waits for nothing.
+        """
+        earlier = self.pending or self._resolved
+        flags = [flag.to(device, non_blocking=True).view(()) for check in earlier for flag in check.flags]
         return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
-        pending, self.pending = self.pending, []
-        return _resolve(pending)
+        self._resolved, self.pending = self.pending, []
+        return _resolve(self._resolved)
 
     def resolve_dropped_grads(self) -> None:
         """Settle checks whose gradients the program dropped without a step: they skip none.
@@ -369,7 +375,7 @@ class PendingChecks:
         skips.wait_by(scaler.unread)
         flag = _resolve_on_device(self.pending, lambda skipped: skips.tell(scaler, scaler.scale_before, skipped))
         if flag is not None:
-            self.pending = []
+            self._resolved, self.pending = self.pending, []
         return flag
 
     # -- several ranks --
@@ -659,12 +665,16 @@ class StepGuard:
         self.skips.count(False)
         return result
 
+    def begin_masters(self) -> None:
+        """Let the masters take what was written into half parameters; once that is done this changes nothing."""
+        if self.masters is not None:
+            asked = self.owner.requested_group(self)
+            self.masters.begin_step(local=asked is not None and asked.replicas == 1)
+
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.stepping = self.stepping, True
         try:
-            if self.masters is not None:
-                asked = self.owner.requested_group(self)
-                self.masters.begin_step(local=asked is not None and asked.replicas == 1)
+            self.begin_masters()
             casts = self.owner.casts
             return (original if casts is None else casts.local.bound(original, False))(*args, **kwargs)
         finally:
@@ -723,10 +733,12 @@ def _step_with_closure(
     Raises:
         NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved.
     """
+    guard.checks.resolve_dropped_grads()
     blamed = guard.checks.resolve()
     if blamed is not None:
         guard.skip(blamed)
         return None if guard.repeats_closure else _call_closure(guard, closure)
+    guard.begin_masters()
     versions, begun = _versions_of(guard.grads.params()), False
 
     def evaluate() -> Any:
