@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,14 +44,16 @@ from autoamp.torch_private import TELLS_GRAPH_TASKS
 
 __all__ = ["AutoScale"]
 
+log = logging.getLogger(__name__)
+
 
 class AutoScale:
     """Scales every backward pass of the program that ends in parameters of an optimizer, until `stop`.
 
     Left alone are `torch.autograd.grad`, passes with ``create_graph=True``, those that reach no optimizer's parameter,
     and all once the program scales its losses itself: in a ``scale_loss`` block or an ``FP16_Optimizer`` for as long as
-    that runs, and for good once it has made an enabled `torch.amp.GradScaler` or has entered an enabled
-    `torch.autocast` region.
+    that runs, and for good once an enabled `torch.amp.GradScaler` has scaled a loss, or the program has entered an
+    enabled `torch.autocast` region with gradients on.
 
     Hooks of tensors and modules see true gradients. Hooks of autograd nodes, and what runs within a custom
     ``autograd.Function``, see scaled ones.
@@ -68,6 +71,8 @@ class AutoScale:
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
         self._passes = RunningPasses()
+        self._yielded_to: str | None = None
+        self._made_scaler = self._used_scaler = False
         self.active = False
 
     def start(self) -> AutoScale:
@@ -84,9 +89,8 @@ class AutoScale:
         if self._optimizers.has_masters:
             raise UsageError("auto_scale() is for fp32 models, and an optimizer here has masters; use scale_loss")
         self._scaler = self._optimizers.loss_scalers.choose(0)
-        if not self._optimizers.casts.in_modules:
-            # What an earlier training used says nothing of the next one. A scaler that is alive is found again.
-            self._optimizers.casts.yielded_to = None
+        # What an earlier training used says nothing of the next one.
+        self._yielded_to = None
         self.active = True
         self.resume()
         return self
@@ -116,6 +120,7 @@ class AutoScale:
             (Optimizer, "__init__", lambda f: self._afterwards(f, self._guard_new)),
             (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._guard_new)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
+            *((scaler, "scale", lambda f: self._afterwards(f, self._notice_scale)) for scaler in _scaler_classes()),
             (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
         ]
         before = torch.autograd.backward
@@ -133,15 +138,8 @@ class AutoScale:
         self._optimizers.on_unguarded = self._guard_new
 
     def _look_around(self) -> None:
-        scalers, optimizers = _living(torch.amp.GradScaler, Optimizer)
-        if scalers:
-            # One that nobody can reach any more, in a reference cycle, scales no loss.
-            scalers, optimizers = [], []
-            gc.collect()
-            scalers, optimizers = _living(torch.amp.GradScaler, Optimizer)
-        for scaler in scalers:
-            self._notice_scaler(scaler)
-        for optimizer in optimizers:
+        # Not isinstance, which asks the object itself: a proxy may answer with another class.
+        for optimizer in [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]:
             self._guard_new(optimizer)
 
     def stop(self) -> None:
@@ -157,8 +155,13 @@ class AutoScale:
 
     @property
     def yielded_to(self) -> str | None:
-        """What the program itself scales its losses with, None where this object does."""
-        return self._optimizers.casts.yielded_to
+        """What the program itself scales its losses or casts with, None where this object scales."""
+        return self._yielded_to or self._optimizers.casts.yielded_to
+
+    @property
+    def has_unused_scaler(self) -> bool:
+        """Whether the program made an enabled `torch.amp.GradScaler`, and none has scaled a loss."""
+        return self._made_scaler and not self._used_scaler
 
     # -- what the program makes --
 
@@ -173,8 +176,12 @@ class AutoScale:
     def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
         # A scaler that is half built cannot tell yet.
         with contextlib.suppress(AttributeError):
-            if scaler.is_enabled():
-                self.yield_to("torch.amp.GradScaler")
+            self._made_scaler = self._made_scaler or scaler.is_enabled()
+
+    def _notice_scale(self, scaler: torch.amp.GradScaler) -> None:
+        if scaler.is_enabled():
+            self._used_scaler = True
+            self.yield_to("torch.amp.GradScaler")
 
     def _notice_autocast(self, region: torch.autocast) -> None:
         # A region for an evaluation, or for another device, says nothing of how the program trains.
@@ -187,7 +194,9 @@ class AutoScale:
         Args:
             whom: What the program scales its losses with, for the log.
         """
-        self._optimizers.casts.yield_to(whom)
+        if self._yielded_to is None:
+            self._yielded_to = whom
+            log.info("the program uses %s: autoamp does not scale its losses", whom)
 
     # The names of version 0.1.
     standing_aside, stand_aside = yielded_to, yield_to
@@ -334,9 +343,10 @@ class AutoScale:
         return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
 
 
-def _living(*kinds: type[Any]) -> list[list[Any]]:
-    """Return the objects of each class that the garbage collector knows, garbage among them."""
-    # Not isinstance, which asks the object itself: a proxy may answer with another class. In one go, as a program has
-    # a million objects.
-    living = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
-    return [[found for found in living if issubclass(type(found), kind)] for kind in kinds]
+def _scaler_classes() -> list[type[torch.amp.GradScaler]]:
+    """Return the classes of torch that have a ``scale()`` of their own; subclasses inherit it or call it."""
+    if not torch.distributed.is_available():
+        return [torch.amp.GradScaler]
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    return [torch.amp.GradScaler, ShardedGradScaler]

@@ -7,7 +7,6 @@ fp64 and tensors of other devices are left as they are, and so are sparse ones, 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,8 +23,6 @@ from autoamp.torch_private import is_any_autocast_enabled
 
 __all__ = ["Casts"]
 
-log = logging.getLogger(__name__)
-
 
 class Casts:
     """Casts for one handle: the half dtype, the device type, each thread's switches, the cache.
@@ -41,7 +38,7 @@ class Casts:
         local: The switches and the kept casts of the thread that asks.
         cache: Keeps casts of parameters, and of the last activation.
         warned: The names of banned functions whose warning was given already.
-        yielded_to: The mixed precision of the program itself, such as ``"torch.autocast"``; None until it is seen.
+        yielded_to: What the program casts with itself, such as ``"torch.autocast"``, so that these casts ended.
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
@@ -140,16 +137,12 @@ class Casts:
         """Note that an optimizer has stepped."""
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
-        """Note that the program has its own mixed precision. From now on its losses are not scaled for it.
+        """Note that the program casts by itself: nothing follows from it where casts do not follow modules.
 
         Args:
-            whom: The name of its mixed precision: a class of torch or autoamp, or its half model.
+            whom: What it casts with: a class of torch or autoamp, or its half model.
             dtypes: The half dtypes that the program computes in, if they are known.
         """
-        self.own_dtypes.update(dtypes)
-        if self.yielded_to is None:
-            self.yielded_to = whom
-            log.info("the program uses %s: autoamp does not scale its losses", whom)
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype."""

@@ -30,6 +30,7 @@ class Report:
             has one.
         nonfinite: In how many steps that no loss scale guards the gradients held inf or nan.
         scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
+        unused_scaler: Whether the program made an enabled `torch.amp.GradScaler`, and none scaled a loss.
         casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
         unmatched: The entries of the user's lists that had no effect, by name, each with a message.
         own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
@@ -56,6 +57,7 @@ class Report:
     by_program: bool
     nonfinite: int = 0
     scaling_left_to: str | None = None
+    unused_scaler: bool = False
     casts_left_to: str | None = None
     unmatched: dict[str, str] = field(default_factory=dict)
     own_dtypes: dict[str, int] = field(default_factory=dict)
@@ -155,13 +157,16 @@ class Report:
     def _scaling(self) -> list[str]:
         """Return the loss scale and the steps."""
         left = [] if self.scaling_left_to is None else [f"loss scaling left to the program's {self.scaling_left_to}"]
+        unused = ["the program's torch.amp.GradScaler scaled no loss"] if self.unused_scaler else []
         skips = f"{self.skipped} of {self.steps} steps skipped"
         bad = [f"inf or nan in {self.nonfinite} of {self.steps} steps"] if self.nonfinite else []
         if self.loss_scale is not None:
-            return [*left, f"loss scale {self.loss_scale:g}", skips, *bad]
-        if left:
-            return [*left, f"{self.steps} steps", *bad]
-        return bad or ["losses are not scaled, as no optimizer was seen"]
+            steps = [f"loss scale {self.loss_scale:g}", skips, *bad]
+        elif left:
+            steps = [f"{self.steps} steps", *bad]
+        else:
+            steps = bad or ["losses are not scaled, as no optimizer was seen"]
+        return [*left, *unused, *steps]
 
     def _memory(self) -> list[str]:
         freed = "" if self.memory is None else f", freed memory {self.memory}"

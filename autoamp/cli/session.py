@@ -241,6 +241,7 @@ class Run:
             "skipped": counts.all_skipped - before[1],
             "nonfinite": now.nonfinite.total,
             "scaling_left_to": yielded_to,
+            "unused_scaler": self._scaling.has_unused_scaler and counts.own_scale is None,
         }
 
 

@@ -86,8 +86,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard = StepGuard(init_optimizer, _Owner(self, init_optimizer), masters=self._masters)
         self._guard.install()
         if runtime is not None:
-            if runtime.casts.in_modules:
-                runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
+            runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
             runtime.optimizers.note_own(self._guard.skips, self.loss_scaler)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})

@@ -1,12 +1,14 @@
 """``init(scope="modules")``: casts for programs written without mixed precision.
 
 Ops inside a module call are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an
-argument is in the half dtype. A program that computes in half precision itself is left alone.
+argument is in the half dtype. Nothing is cast for a program that casts by itself: with `torch.autocast`, a half model
+or an `FP16_Optimizer`.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.modules.half_interop import interop_builders
-from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
 __all__ = ["AUTOCAST", "ModuleCasts"]
 
@@ -26,17 +28,19 @@ log = logging.getLogger(__name__)
 
 
 class ModuleCasts(Casts):
-    """Casts within calls of modules, until the program's own mixed precision is seen."""
+    """Casts within calls of modules, until the program is seen to cast by itself."""
 
     in_modules = True
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, enable_caching: bool = True) -> None:
         super().__init__(dtype, device_type, enable_caching=enable_caching, on=None)
+        # The models that are cast, each with what its first parameter was when all of them were looked through.
+        self._cast_models: weakref.WeakKeyDictionary[Module, tuple[torch.dtype, bool]] = weakref.WeakKeyDictionary()
         self._trains = False
 
     def note_step(self) -> None:
-        """Note that an optimizer has stepped: half models from now on may be copies to save or to evaluate."""
-        self._trains = True
+        """Note that an optimizer has stepped. Where a model was cast before, half models may now be copies of it."""
+        self._trains = self._trains or bool(self._cast_models)
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a region. One with gradients on means that the program casts by itself.
@@ -46,35 +50,53 @@ class ModuleCasts(Casts):
         if not enabled or device_type != self.device_type or torch.compiler.is_compiling():
             return
         self.own_dtypes[torch.get_autocast_dtype(device_type)] += 1
-        if self.yielded_to is not None and self.yielded_to.endswith("GradScaler"):
-            # What the scaler scales for.
-            self.yielded_to = AUTOCAST
         if torch.is_grad_enabled():
             self.yield_to(AUTOCAST)
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
-        """Note that the program has its own mixed precision. From now on nothing is cast for it, and no loss scaled."""
-        super().yield_to(whom, dtypes)
-        if self._on is None:
-            self._on = False
+        """Note that the program casts by itself. From now on nothing is cast for it, and no loss scaled."""
+        self.own_dtypes.update(dtypes)
+        if self.yielded_to is None:
+            self.yielded_to, self._on = whom, False
             if self.is_open:
                 # Only the default: a thread that is within a module's call has its own switches until the call ends.
                 self.local.set_default(False, forced_off=True)
-            log.info("the program has %s: autoamp does not cast", whom)
+            log.info("the program has %s: autoamp does not cast, and does not scale its losses", whom)
 
     def begin_call(self, module: Module) -> bool:
-        """Tell whether casts are to be on within the call of a module: an outermost one of a model in fp32.
+        """Whether casts are to be on within the call of a module: an outermost call of a model that is not half.
 
-        A half model before the first step means that the program does its own mixed precision.
+        A half model means that the program casts by itself. One that is called without gradients, after a model that
+        is cast was trained, may be a copy to evaluate: then its own call alone is left alone.
         """
         if self.local.switches.on is not None:
             return False
-        first = next(module.parameters(), None)
-        if first is None or first.dtype not in HALF_DTYPES:
+        half = self._half_dtype(module)
+        if half is None:
             return True
-        if not self._trains and not torch.compiler.is_dynamo_compiling():
-            self.yield_to(f"{type(module).__name__} in {str(first.dtype).removeprefix('torch.')}", [first.dtype])
+        if not torch.compiler.is_dynamo_compiling() and (torch.is_grad_enabled() or not self._trains):
+            self.yield_to(f"{type(module).__name__} in {dtype_name(half)}", [half])
         return False
+
+    def _half_dtype(self, module: Module) -> torch.dtype | None:
+        """Return the half dtype of a half model, which trains some parameters in half precision; else None.
+
+        Where all parameters are frozen, each counts. All are looked through at a model's first call, and again once its
+        first parameter has changed: a large model has hundreds.
+        """
+        first = next(module.parameters(), None)
+        if first is None:
+            return None
+        known = first.dtype, first.requires_grad
+        compiling = torch.compiler.is_dynamo_compiling()
+        if not compiling and self._cast_models.get(module) == known:
+            return None
+        params = list(module.parameters())
+        counted = [param for param in params if param.requires_grad] or params
+        half = next((param.dtype for param in counted if param.dtype in HALF_DTYPES), None)
+        if half is None and not compiling:
+            self._cast_models[module] = known
+        return half
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""

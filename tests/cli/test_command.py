@@ -210,6 +210,7 @@ for step in range(3):
 with torch.no_grad():
     print(model(x).sum().item(), seen)
 """,
+    "unused_scaler.py": "from net import *\nscaler = torch.amp.GradScaler('cpu')\ntrain(Model(), 2)\nprint(*seen)\n",
     # A library's regions are seen when they are entered, as its source is not read.
     "by_library.py": """
 from net import *
@@ -305,6 +306,7 @@ RUNS = {
     # Nothing is patched at O0.
     "plain own fp16": [*RUN, "--opt-level", "O0", "own_autocast.py", "fp16"],
     "plain own bf16": [*RUN, "--opt-level", "O0", "own_autocast.py", "bf16"],
+    "unused scaler": [*RUN, "--dtype", "fp16", "unused_scaler.py"],
     "by library": [*RUN, "by_library.py"],
     "evaluates": [*RUN, "evaluates.py"],
     "lists": [*RUN, "--quiet", "--lists", "own.toml", "plain.py"],
@@ -460,6 +462,12 @@ def test_the_programs_own_regions_rule_and_the_rest_is_fp32(folder: Path, ended:
 def test_regions_of_libraries_rule_from_the_first_that_trains(ended: dict[str, Ended]) -> None:
     assert (ended["by library"].code, ended["by library"].out) == (0, "float16 float32 float16 float32\n")
     assert "autoamp: float16 on cpu by the program's own torch.autocast;" in one_line(ended["by library"])
+
+
+def test_a_scaler_that_scales_nothing_is_told(ended: dict[str, Ended]) -> None:
+    assert ended["unused scaler"].out == "float16 float16\n", ended["unused scaler"].err
+    assert "the program's torch.amp.GradScaler scaled no loss; loss scale 65536;" in one_line(ended["unused scaler"])
+    assert "scaled no loss" not in one_line(ended["own fp16"])
 
 
 def test_a_region_for_evaluation_leaves_training_cast(ended: dict[str, Ended]) -> None:

@@ -38,6 +38,11 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
             "float16 on cuda (O1); loss scaling left to the program's torch.autocast; 400 steps;",
         ),
         (
+            {**UNCOUNTED, "unused_scaler": True},
+            "float16 on cuda (O1); the program's torch.amp.GradScaler scaled no loss; loss scale 65536; "
+            "2 of 400 steps skipped;",
+        ),
+        (
             {**UNCOUNTED, "loss_scale": None},
             "float16 on cuda (O1); losses are not scaled, as no optimizer was seen;",
         ),

@@ -339,11 +339,53 @@ def test_a_half_copy_of_a_trained_model_ends_nothing(handle: Handle, half: torch
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     copied = copy.deepcopy(model).half()
-    assert copied(torch.ones(2, 4, dtype=torch.float16)).dtype is torch.float16
+    with torch.no_grad():
+        assert copied(torch.ones(2, 4, dtype=torch.float16)).dtype is torch.float16
     assert copied.seen == [torch.float16] * 2
     model(torch.ones(2, 4))
     assert model.seen == [half] * 2
     assert casts_of(handle).yielded_to is None
+    # With gradients it trains.
+    copied(torch.ones(2, 4, dtype=torch.float16))
+    assert casts_of(handle).yielded_to == "Probe in float16"
+
+
+def test_a_step_before_any_model_was_cast_says_nothing_of_half_models(handle: Handle) -> None:
+    handle.auto_scale()
+    model = Probe().half()
+    model.first.weight.grad = torch.zeros_like(model.first.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 4, dtype=torch.float16))
+    assert casts_of(handle).yielded_to == "Probe in float16"
+
+
+@pytest.mark.parametrize(
+    ("halved", "frozen", "is_half"),
+    [
+        ((), (), False),
+        (("first",), (), True),
+        (("second",), (), True),
+        (("first",), ("first",), False),
+        (("second",), ("second",), False),
+        (("first",), ("second",), True),
+        # Where nothing trains, each parameter counts.
+        (("second",), ("first", "second"), True),
+        ((), ("first", "second"), False),
+    ],
+)
+def test_a_half_model_trains_parameters_in_half_precision(
+    handle: Handle, halved: tuple[str, ...], frozen: tuple[str, ...], is_half: bool
+) -> None:
+    model = Calls(lambda x: x)
+    model.first, model.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    for name in halved:
+        model.get_submodule(name).half()
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    model(torch.ones(2, 4))
+    assert casts_of(handle).yielded_to == ("Calls in float16" if is_half else None)
 
 
 def test_fp16_optimizer_ends_the_casts(handle: Handle) -> None:
