@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +37,7 @@ from autoamp.stepping import (
     GuardedOptimizers,
     ScalesItself,
     StepGuard,
+    living_optimizers,
     open_blocks,
     several_processes,
 )
@@ -45,6 +46,8 @@ from autoamp.torch_private import TELLS_GRAPH_TASKS
 __all__ = ["AutoScale"]
 
 log = logging.getLogger(__name__)
+
+_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 
 class AutoScale:
@@ -120,15 +123,17 @@ class AutoScale:
             (Optimizer, "__init__", lambda f: self._afterwards(f, self._guard_new)),
             (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._guard_new)),
             (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
-            *((scaler, "scale", lambda f: self._afterwards(f, self._notice_scale)) for scaler in _scaler_classes()),
+            (torch.amp.GradScaler, "scale", lambda f: self._afterwards(f, self._notice_scale)),
             (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
         ]
+        if _SHARDED in sys.modules:
+            patched.append(self._sharded_scaler(sys.modules[_SHARDED]))
+        else:
+            self._patches.when_imported(_SHARDED, lambda module: self._replace(*self._sharded_scaler(module)))
         before = torch.autograd.backward
         with self._patches.all_or_nothing():
             for owner, name, around in patched:
-                # Some are inherited: Tensor has them from its base.
-                original = inspect.getattr_static(owner, name)
-                self._patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
+                self._replace(owner, name, around)
             backward = torch.autograd.backward
             # Torch's own one, and that which takes note of losses.
             taken = (original_of(backward), before)
@@ -137,9 +142,17 @@ class AutoScale:
         # Those that `_look_around` does not find: nobody tells of objects that `gc.freeze()` has frozen.
         self._optimizers.on_unguarded = self._guard_new
 
+    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        # Some are inherited: Tensor has them from its base.
+        original = inspect.getattr_static(owner, name)
+        self._patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
+
+    def _sharded_scaler(self, module: Any) -> tuple[Any, str, Callable[[Any], Any]]:
+        """Return what to patch of torch's other class of scalers, whose ``scale()`` is its own."""
+        return module.ShardedGradScaler, "scale", lambda f: self._afterwards(f, self._notice_scale)
+
     def _look_around(self) -> None:
-        # Not isinstance, which asks the object itself: a proxy may answer with another class.
-        for optimizer in [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]:
+        for optimizer in living_optimizers():
             self._guard_new(optimizer)
 
     def stop(self) -> None:
@@ -341,12 +354,3 @@ class AutoScale:
 
     def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
         return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
-
-
-def _scaler_classes() -> list[type[torch.amp.GradScaler]]:
-    """Return the classes of torch that have a ``scale()`` of their own; subclasses inherit it or call it."""
-    if not torch.distributed.is_available():
-        return [torch.amp.GradScaler]
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    return [torch.amp.GradScaler, ShardedGradScaler]
