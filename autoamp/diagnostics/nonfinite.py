@@ -1,7 +1,6 @@
 """Steps that no loss scale guards: inf or nan in the gradients is seen before the optimizer writes it into weights.
 
-bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. Torch's hook of all optimizers sees each step
-there. If the step is to be skipped or to raise, all gradients are looked at, and the host waits for the device. For a
+bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. If the step is to be skipped or to raise, all gradients are looked at, and the host waits for the device. For a
 warning the loss is enough: gradients that are not finite make the next loss so. On a CPU the gradients of the first
 vectors, such as biases, tell of most backward passes in the same step: these reach them last, and inf and nan go with
 them. On other devices a flag is read once it has arrived.
@@ -18,19 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.own_scaler import OwnScaler
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
-from autoamp.stepping import GuardedOptimizers, has_other_guard, named_params, several_processes, stepped_params
+from autoamp.stepping import GuardedOptimizers, StepGuard, named_params, several_processes, stepped_params
 
 __all__ = ["NonFiniteStep", "NonFiniteSteps"]
 
 _VECTORS = 4
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class NonFiniteStep:
 
 
 class NonFiniteSteps:
-    """Looks at the gradients of each step of an optimizer that has no guard, from `start` to `stop`.
+    """Looks at the gradients of each step that no loss scale checks, from `start` to `stop`.
 
     Args:
         optimizers: Those of the handle, with their guards.
@@ -85,16 +82,14 @@ class NonFiniteSteps:
         self._in_a_row = 0
         self._told: set[Any] = set()
         self._unread = UnreadFlags()
-        self._hook: Any = None
 
     def start(self) -> None:
-        """Register the hook on the steps of all optimizers."""
-        self._hook = register_optimizer_step_pre_hook(self._before)
+        """Look at each step from now on."""
+        self._optimizers.look = lambda *step: self._optimizers.casts.local.bound(self._look, False)(*step)
 
     def stop(self) -> None:
-        """Remove the hook, and wait for the flags that were not read."""
-        if self._hook is not None:
-            self._hook.remove()
+        """Look at no more steps, and wait for the flags that were not read."""
+        self._optimizers.look = lambda *_: False
         self._unread.catch_up()
         self.own_scaler.catch_up()
 
@@ -110,40 +105,27 @@ class NonFiniteSteps:
         self._unread.catch_up()
         return tuple(self._found)
 
-    # -- hooks --
-
-    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
-        if torch.compiler.is_dynamo_compiling():
-            return None
-        self.last_skipped = False
-        self.own_scaler.optimizer_called(optimizer)
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self._look(optimizer)
-            return None
-
-        def looking() -> Any:
-            loss = closure()
-            self._look(optimizer)
-            return loss
-
-        return ((args[0], looking, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": looking})
-
     # -- a step --
 
-    def _look(self, optimizer: Any) -> None:
-        """Look at the gradients or losses that an optimizer is about to step by."""
+    def _look(self, optimizer: Any, guard: StepGuard | None, can_be_left_out: bool) -> bool:
+        """Look at the gradients or losses that an optimizer is about to step by; tell whether to leave the step out.
+
+        NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``, or the step cannot be left out.
+        """
+        self.last_skipped = False
+        self.own_scaler.optimizer_called(optimizer)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return
+            return False
         step, acts = self._overflows.recorder.step, self._action != "warn"
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (acts and several_processes())
         if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
             # The program's own scaler has found the gradients to be finite.
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses]
-            self._check(optimizer, (), losses, waits=acts)
-        if self._is_checked(optimizer):
-            return
+            if self._check(optimizer, guard, (), losses, waits=acts, can_be_left_out=can_be_left_out):
+                return True
+        if self.own_scaler.stepping or (guard is not None and guard.checks.resolved):
+            return False
         params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
         waits = acts or self._overflows.wants_flags
         if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
@@ -152,54 +134,59 @@ class NonFiniteSteps:
                 "choose on_nonfinite='raise'"
             )
         looked_at = params if waits or not losses else itertools.islice(filter(_is_vector_on_cpu, params), _VECTORS)
-        self._check(optimizer, [param.grad for param in looked_at if param.grad is not None], losses, waits)
+        grads = [param.grad for param in looked_at if param.grad is not None]
+        return self._check(optimizer, guard, grads, losses, waits=waits, can_be_left_out=can_be_left_out)
 
-    def _check(self, optimizer: Any, grads: Sequence[Tensor], losses: Sequence[Tensor], waits: bool) -> None:
+    def _check(
+        self, optimizer: Any, guard: StepGuard | None, grads: Sequence[Tensor], losses: Sequence[Tensor], *,
+        waits: bool, can_be_left_out: bool,
+    ) -> bool:  # fmt: skip
         """Take note of a step if its gradients or losses hold inf or nan.
 
         Args:
             optimizer: The optimizer.
+            guard: Its guard, if it has one.
             grads: The gradients to look at.
             losses: The losses to look at.
             waits: Whether to wait for the device.
+            can_be_left_out: As for `_look`.
+
+        Returns:
+            Whether to leave the step out.
         """
         flag = _holds_non_finite(grads, losses)
         if flag is None:
-            return
+            return False
         # A guarded step was counted as it began.
-        number = self._optimizers.counts.all - (self._optimizers.guard_of(optimizer) is not None)
+        number = self._optimizers.counts.all - (guard is not None)
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
-            return
+            return False
         unchecked = [] if self.own_scaler.stepping else named_params(optimizer)
         named = ((name, param.grad) for name, param in unchecked if param.grad is not None)
         # The sum of large finite squares is inf as well.
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
-            return
-        self._take_note(
-            NonFiniteStep(number, type(optimizer).__name__, tuple(names), self._action == "skip"), optimizer
-        )
+            return False
+        skipped = self._action == "skip" and can_be_left_out
+        found = NonFiniteStep(number, type(optimizer).__name__, tuple(names), skipped)
+        self._take_note(found, optimizer, can_be_left_out)
+        return skipped
 
-    def _is_checked(self, optimizer: Any) -> bool:
-        """Tell whether a guard, or the program's own scaler, checks the gradients of the step."""
-        if self.own_scaler.stepping or getattr(optimizer, "found_inf", None) is not None:
-            return True
-        guard = self._optimizers.guard_of(optimizer)
-        if guard is None:
-            return has_other_guard(optimizer)
-        return guard.checks.last is not None and guard.checks.last[0].checks
-
-    def _take_note(self, found: NonFiniteStep, optimizer: Any) -> None:
+    def _take_note(self, found: NonFiniteStep, optimizer: Any, can_be_left_out: bool) -> None:
         self._in_a_row += 1
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or found.skipped:
             found = replace(found, overflow=self._overflows.step_not_finite())
-        self._note(found)
-        if self._action == "raise":
-            raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
+        raises = self._action == "raise" or (self._action == "skip" and not can_be_left_out)
+        self._note(found, warns=not raises)
+        if raises:
+            moved = "" if can_be_left_out else (
+                ". It came when the optimizer called its closure in the middle of a step, which cannot be skipped. The "
+                "parameters are at an intermediate point: load the last checkpoint"
+            )  # fmt: skip
+            raise NonFiniteGradientsError(f"{found}{moved}; {self._remedy(found)}", found.overflow)
         if found.skipped:
-            # Without gradients the optimizer changes nothing.
             for param in stepped_params(optimizer):
                 param.grad = None
             self.last_skipped = True
@@ -219,14 +206,14 @@ class NonFiniteSteps:
         # Looked for in the weights, as the gradients are those of a later step; once, as that waits for the device.
         names = () if self._found else tuple(non_finite(named_params(optimizer)))
         overflow = None if self._found else self._overflows.step_not_finite(late=True)
-        self._note(NonFiniteStep(number, type(optimizer).__name__, names, False, overflow))
+        self._note(NonFiniteStep(number, type(optimizer).__name__, names, False, overflow), warns=True)
 
-    def _note(self, found: NonFiniteStep) -> None:
+    def _note(self, found: NonFiniteStep, *, warns: bool) -> None:
         self._total += 1
         if len(self._found) < self.keeps:
             self._found.append(found)
         place = None if found.overflow is None else found.overflow.place
-        if self._action != "raise" and place not in self._told:
+        if warns and place not in self._told:
             self._told |= {None, place}
             warn_user(f"{found}; {self._remedy(found)}. Others are counted")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autoamp.stepping.attach import (
     ScalesItself,
-    has_other_guard,
     is_optimizer,
     living_optimizers,
     named_params,
@@ -42,7 +41,6 @@ __all__ = [
     "clip_grad_norm_",
     "equalized",
     "fit_state",
-    "has_other_guard",
     "is_optimizer",
     "listed",
     "living_optimizers",

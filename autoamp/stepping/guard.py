@@ -72,6 +72,14 @@ class GuardOwner(SkipOwner, Protocol):
     def step_begins(self, guard: StepGuard) -> None:
         """Hear of each step, before it is taken or skipped."""
 
+    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
+        """Look at gradients that no loss scale checked, and tell whether the program wants the step left out for them.
+
+        Args:
+            guard: Of the optimizer that is about to step.
+            can_be: Whether the step can be left out. Not once the optimizer has moved the parameters.
+        """
+
     def step_ended(self, guard: StepGuard) -> None:
         """Hear of each step or skip, once parameters are as it left them."""
 
@@ -250,18 +258,19 @@ class PendingChecks:
     Attributes:
         pending: The checks, in order.
         last: The scaler and scale of the last block or pass.
+        resolved: The checks that were resolved last; none where there were none.
     """
 
     def __init__(self, guard: StepGuard, grads: ScaledGrads, owner: GuardOwner) -> None:
         self.pending: list[OverflowCheck] = []
         self.last: tuple[LossScaler, Scale] | None = None
+        self.resolved: Sequence[OverflowCheck] = ()
         self._guard = weakref.ref(guard)
         self._grads = grads
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
         # Those of the last step.
-        self._resolved: list[OverflowCheck] = []
         self._checked = CheckedGrads()
         self._groups = SyncGroups()
         # Whether ranks agreed on all that was found since the step.
@@ -350,14 +359,14 @@ class PendingChecks:
 
         That is what pending checks say, or those of the last step without any. Waits for nothing.
         """
-        earlier = self.pending or self._resolved
+        earlier = self.pending or self.resolved
         flags = [flag.to(device, non_blocking=True).view(()) for check in earlier for flag in check.flags]
         return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
-        self._resolved, self.pending = self.pending, []
-        return _resolve(self._resolved)
+        self.resolved, self.pending = self.pending, []
+        return _resolve(self.resolved)
 
     def resolve_dropped_grads(self) -> None:
         """Settle checks whose gradients the program dropped without a step: they skip none.
@@ -375,7 +384,7 @@ class PendingChecks:
         skips.wait_by(scaler.unread)
         flag = _resolve_on_device(self.pending, lambda skipped: skips.tell(scaler, scaler.scale_before, skipped))
         if flag is not None:
-            self._resolved, self.pending = self.pending, []
+            self.resolved, self.pending = self.pending, []
         return flag
 
     # -- several ranks --
@@ -611,13 +620,19 @@ class StepGuard:
         flag = self._flag_for_device()
         if flag is None:
             blamed = self.checks.resolve()
-            return self.take(original, args, kwargs) if blamed is None else self.skip(blamed)
-        optimizer = self.optimizer
+            if blamed is not None or self.owner.leaves_out(self, True):
+                return self.skip(blamed)
+            return self.take(original, args, kwargs)
+        optimizer, known = self.optimizer, _state_size(self)
         optimizer.found_inf = flag
         try:
-            return self._call(original, args, kwargs)
+            result = self._call(original, args, kwargs)
         finally:
             del optimizer.found_inf
+        if _state_size(self) != known and bool(flag):
+            # torch.optim.SGD(fused=True) would take the momentum that it has allocated here for that of a step.
+            _forget_state(self, known)
+        return result
 
     def _prepare_step(self, *, makes_gradients: bool) -> None:
         self.owner.step_begins(self)
@@ -680,8 +695,8 @@ class StepGuard:
         finally:
             self.stepping = before
 
-    def skip(self, blamed: OverflowCheck) -> Any:
-        """Count a skipped step.
+    def skip(self, blamed: OverflowCheck | None) -> Any:
+        """Count a skipped step; None for one that the owner left out, and has counted.
 
         Raises:
             NonFiniteGradientsError: There were too many in a row.
@@ -689,6 +704,8 @@ class StepGuard:
         self.last_step_ran = False
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
+        if blamed is None:
+            return
         self.skips.count(True, blamed.scaler, float(blamed.scale))
         if self.skips.in_a_row >= self.max_consecutive_skips:
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
@@ -715,7 +732,7 @@ class StepGuard:
 class _TrainingFailed(BaseException):
     """Leaves an optimizer's step from within its closure."""
 
-    def __init__(self, loss: Any, blamed: OverflowCheck) -> None:
+    def __init__(self, loss: Any, blamed: OverflowCheck | None) -> None:
         super().__init__()
         self.loss = loss
         self.blamed = blamed
@@ -746,9 +763,9 @@ def _step_with_closure(
         first, begun = not begun and versions == _versions_of(guard.grads.params()), True
         guard.params_changed()
         loss, blamed = _evaluate(guard, closure, 1 if first and not guard.repeats_closure else _MAX_EVALUATIONS)
-        if blamed is None:
+        if blamed is None and not guard.owner.leaves_out(guard, first):
             return loss
-        if first:
+        if first or blamed is None:
             raise _TrainingFailed(loss, blamed)
         raise NonFiniteGradientsError(
             f"gradients overflowed at loss scale {float(blamed.scale):g} when {guard.name} called its closure in the "
@@ -756,17 +773,28 @@ def _step_with_closure(
             "load the last checkpoint, and train with a lower static loss scale, bf16 or fp32"
         )
 
-    state: Any = getattr(guard.optimizer, "state", None)
-    known = set(state) if isinstance(state, Mapping) else None
+    known = _state_size(guard)
     try:
         if args:
             return guard.take(original, (evaluate, *args[1:]), kwargs)
         return guard.take(original, (), {**kwargs, "closure": evaluate})
     except _TrainingFailed as given_up:
-        for key in [] if known is None else [key for key in state if key not in known]:
-            del state[key]
+        _forget_state(guard, known)
         guard.skip(given_up.blamed)
         return given_up.loss
+
+
+def _state_size(guard: StepGuard) -> int:
+    """Return the number of parameters for which the optimizer has a state."""
+    state = getattr(guard.optimizer, "state", None)
+    return len(state) if isinstance(state, Mapping) else 0
+
+
+def _forget_state(guard: StepGuard, known: int) -> None:
+    """Drop the states that the optimizer has made since it had so many: a skipped step leaves none."""
+    state: Any = getattr(guard.optimizer, "state", None)
+    for key in list(state)[known:] if isinstance(state, Mapping) else ():
+        del state[key]
 
 
 def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:

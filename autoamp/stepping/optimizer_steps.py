@@ -1,7 +1,7 @@
 """Every ``Optimizer.step`` while a handle is active: casts are off in it, and no call of it goes past a guard.
 
-The ``step`` of each class of optimizers is replaced in the class. What was bound before that, as by an LR scheduler,
-goes past the replacement: torch's hooks of all optimizers see it, and refuse it for an optimizer with a guard.
+Torch wraps the ``step`` of each class of optimizers to run hooks. The wrapper is replaced in the class. A wrapper that
+was bound before that, as by an LR scheduler, is met as well: the function that it calls is replaced in its closure.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.stepping.attach import has_other_guard
 from autoamp.stepping.guard import StepGuard
@@ -32,9 +30,9 @@ class OptimizerSteps:
 
     def __init__(self, optimizers: GuardedOptimizers) -> None:
         self._optimizers = optimizers
-        self._hooks: list[Any] = []
-        # Optimizers whose step runs now, by id.
-        self._running: set[int] = set()
+        self._active = False
+        # The closure cells of torch's wrappers that were written to, with their contents before.
+        self._cells: list[tuple[Any, Any]] = []
 
     def start(self, patches: PatchSet) -> None:
         """Replace the steps of all classes, and those of classes to come once they have an instance.
@@ -42,27 +40,25 @@ class OptimizerSteps:
         Args:
             patches: Take the replacements, and are restored after `stop`.
         """
+        self._active = True
         with patches.all_or_nothing():
             for cls in _subclasses(Optimizer):
                 self._reach(cls, patches)
             for name in ("__init__", "__setstate__"):
                 original = vars(Optimizer)[name]
                 patches.replace(Optimizer, name, imitate(self._reaching(original, patches), original))
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
 
     def stop(self) -> None:
         """Let all steps go as without a handle, also by replacements that somebody has kept."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._active = False
+        for cell, original in self._cells:
+            cell.cell_contents = original
+        self._cells = []
 
     def _reaching(self, original: Any, patches: PatchSet) -> Any:
         def replacement(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
-            if self._hooks:
+            if self._active:
                 self._reach(type(optimizer), patches)
                 self._optimizers.optimizer_made(optimizer)
 
@@ -76,13 +72,16 @@ class OptimizerSteps:
             if getattr(step, "hooked", False) and id(base) not in replaced:
                 original = original_of(step)
                 patches.replace(base, "step", imitate(self._around(original), original))
+                for cell in _cells_of_wrapped(original):
+                    self._cells.append((cell, cell.cell_contents))
+                    cell.cell_contents = self._around(cell.cell_contents)
 
     def _around(self, original: Any) -> Any:
         compiling = torch.compiler.is_dynamo_compiling
 
         @functools.wraps(original)
         def step(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._hooks or compiling() or id(self_) in self._running:
+            if not self._active or compiling() or id(self_) in self._optimizers.running:
                 return original(self_, *args, **kwargs)
             return self._step(original, self_, args, kwargs)
 
@@ -91,16 +90,20 @@ class OptimizerSteps:
     def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
         guard = self._optimizers.guard_of(optimizer)
-        if guard is None and not has_other_guard(optimizer):
+        is_plain = guard is None and not has_other_guard(optimizer)
+        if is_plain:
             guard = self._guard_at_step(optimizer, args[0] if args else kwargs.get("closure"))
+            is_plain = guard is None
         if guard is not None and not guard.stepping:
             return guard.step(functools.partial(original, optimizer), args, kwargs)
-        self._running.add(id(optimizer))
+        self._optimizers.running.add(id(optimizer))
         try:
-            result = self._optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
+            result = None
+            if not (is_plain and self._optimizers.look(optimizer, None, True)):
+                result = self._optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
         finally:
-            self._running.discard(id(optimizer))
-        if guard is None and not has_other_guard(optimizer):
+            self._optimizers.running.discard(id(optimizer))
+        if is_plain:
             self._optimizers.plain_step_ended()
         self._optimizers.casts.cache.clear()
         return result
@@ -121,28 +124,15 @@ class OptimizerSteps:
             optimizers.plain_step_begins(optimizer)
         return guard
 
-    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at a step that went past its class, and refuse it if it went past its guard as well."""
-        if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._running:
-            return
-        self._refuse_past_guard(optimizer)
 
-    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_dynamo_compiling() or id(optimizer) in self._running:
-            return
-        # Its closure may have scaled its first loss.
-        self._refuse_past_guard(optimizer)
-        if self._optimizers.guard_of(optimizer) is None and not has_other_guard(optimizer):
-            self._optimizers.plain_step_ended()
-        self._optimizers.casts.cache.clear()
-
-    def _refuse_past_guard(self, optimizer: Any) -> None:
-        guard = self._optimizers.guard_of(optimizer)
-        if guard is not None and not guard.stepping:
-            raise UsageError(
-                f"this step of {guard.name} goes past optimizer.step, so that an overflow would not be skipped; call "
-                "optimizer.step(), not a method that was bound before the first scale_loss"
-            )
+def _cells_of_wrapped(step: Any) -> Iterator[Any]:
+    """Yield the closure cell in which torch's wrapper of a step has the step itself, unless that is replaced."""
+    while getattr(getattr(step, "__wrapped__", None), "hooked", False):
+        # Somebody else's wrapper around torch's.
+        step = step.__wrapped__
+    for cell in getattr(step, "__closure__", None) or ():
+        if cell.cell_contents is getattr(step, "__wrapped__", cell):
+            yield cell
 
 
 def _subclasses(cls: type) -> Iterator[type]:

@@ -76,6 +76,9 @@ class GuardedOptimizers:
             scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
+        look: Called with an optimizer that is about to step, its guard if it has one, and whether the step can be left
+            out; returns whether it is left out, since gradients that no loss scale guards hold inf or nan.
+        running: Optimizers of torch's classes whose step runs now, by id.
     """
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
@@ -89,6 +92,8 @@ class GuardedOptimizers:
         self.watch = StepWatch()
         self.on_stepped: Callable[[Skips | None], None] = lambda skips: None
         self.on_unguarded: Callable[[Any], None] | None = None
+        self.look: Callable[[Any, StepGuard | None, bool], bool] = lambda *_: False
+        self.running: set[int] = set()
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._vanishing = UnderflowWatch()
         self._left_scaled = LeftScaled()
@@ -138,6 +143,10 @@ class GuardedOptimizers:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
         if self.casts.dtype is torch.float16 and self.counts.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
+
+    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
+        """Call `look`."""
+        return self.look(guard.optimizer, guard, can_be)
 
     def step_ended(self, guard: StepGuard) -> None:
         """Call `on_stepped`."""
@@ -192,6 +201,11 @@ class GuardedOptimizers:
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
         guard = StepGuard(optimizer, self, masters=masters)
+        if id(optimizer) in self.running:
+            raise UsageError(
+                f"The first scale_loss of {guard.name} came while its step() runs; pass the function that evaluates the "
+                "loss as optimizer.step(closure), or call scale_loss before step()"
+            )
         guard.max_consecutive_skips = self.max_consecutive_skips
         guard.install()
         self._guards[optimizer] = guard

@@ -32,6 +32,9 @@ class Owner:
     def step_skipped(self) -> None:
         self.skipped += 1
 
+    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
+        return False
+
     def requested_group(self, guard: StepGuard) -> None:
         return None
 

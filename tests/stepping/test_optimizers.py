@@ -215,7 +215,7 @@ WAYS: dict[str, Callable[[Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["looked up", "class"])
+@pytest.mark.parametrize("way", WAYS)
 def test_casts_are_off_in_every_step_and_on_in_its_closure(way: str, half: torch.dtype) -> None:
     optimizer = Matmul([Parameter(torch.ones(1))], lr=0.5)
     step = WAYS[way](optimizer)
@@ -247,12 +247,6 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
     handle = autoamp.init(device_type="cpu", dtype=torch.float16)
     with handle.scale_loss((parameter * factor).sum(), optimizer, delay_unscale=delay) as scaled:
         scaled.backward()
-    if way in ("bound early", "scheduler"):
-        # What was bound before the guard came cannot be skipped any more.
-        with pytest.raises(UsageError, match=r"this step of SGD goes past optimizer\.step"):
-            step()
-        assert parameter.tolist() == [1.0, 1.0]
-        step = optimizer.step
     step()
     assert handle.skipped_steps == (factor != 1.0)
     assert parameter.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])

@@ -1,0 +1,174 @@
+"""A skipped step leaves parameters, state and groups of each optimizer bitwise as they were, whoever skips it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+import autoamp
+import autoamp.optimizers
+from autoamp.runtime import current_handle
+
+# What makes more state than the defaults do.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}], "FusedSGD": [{"momentum": 0.9}],
+    "RMSprop": [{"momentum": 0.9, "centered": True}], "LBFGS": [{"line_search_fn": "strong_wolfe"}],
+    "Adam": [{"amsgrad": True}], "FusedAdam": [{"master_weights": True}], "FusedNovoGrad": [{"init_zero": True}],
+}  # fmt: skip
+FLAGS = ("foreach", "fused", "capturable")
+WAYS = ("scale_loss", "auto_scale", "bf16", "bf16 in blocks", "fp32", "GradScaler")
+
+
+def makers(device: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield each optimizer of torch and of autoamp, with options and flags of its own."""
+    for library in (torch.optim, autoamp.optimizers):
+        for name, kind in vars(library).items():
+            if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
+                continue
+            takes = inspect.signature(kind).parameters
+            for options in ({}, *OPTIONS.get(name, [])):
+                for flag in ("", *(flag for flag in FLAGS if flag in takes)):
+                    # Torch's own capturable optimizers take no parameters on a CPU.
+                    if flag != "capturable" or device != "cpu" or library is autoamp.optimizers:
+                        chosen = {"lr": 0.1, **options, **({flag: True} if flag else {})}
+                        yield f"{name} {chosen}", functools.partial(kind, **chosen)
+
+
+def copied(optimizer: Any) -> Any:
+    """Return copies of all that a step may change."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    state = {place: dict(optimizer.state[param]) for place, param in enumerate(params) if param in optimizer.state}
+    return copy.deepcopy(([param.detach() for param in params], groups, state))
+
+
+def differences(one: Any, other: Any, place: str = "") -> list[str]:
+    """Return the places where two nested values differ."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [place]
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [found for key in one for found in differences(one[key], other[key], f"{place}.{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return [
+            found for n, pair in enumerate(zip(one, other, strict=True)) for found in differences(*pair, f"{place}.{n}")
+        ]
+    return [] if one == other else [f"{place}: {one} and {other}"]
+
+
+def train(make: Callable[..., Any], way: str, closure: bool, device: str, sizes: list[float]) -> tuple[list[str], Any]:
+    """Train; return what the steps by infinite losses changed, and what all is at the end."""
+    handle: Any = current_handle()
+    param = Parameter(torch.arange(24.0, device=device).view(6, 4) / 8)
+    optimizer = make([param])
+    scaler = torch.amp.GradScaler(device, enabled=way == "GradScaler")
+    changed = []
+
+    def evaluate(size: float) -> Tensor:
+        optimizer.zero_grad()
+        indices = torch.arange(6, device=device)
+        rows = F.embedding(indices, param, sparse=isinstance(optimizer, torch.optim.SparseAdam))
+        loss = (rows.square() - size).square().sum() if math.isfinite(size) else rows.sum() * size
+        if way in ("scale_loss", "bf16 in blocks"):
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        else:
+            scaler.scale(loss).backward()
+        return loss
+
+    for size in sizes:
+        before = copied(optimizer)
+        if closure:
+            optimizer.step(functools.partial(evaluate, size))
+        else:
+            evaluate(size)
+            scaler.step(optimizer)
+            scaler.update()
+        if not math.isfinite(size):
+            changed += differences(before, copied(optimizer))
+    return changed, copied(optimizer)
+
+
+def activate(way: str, device: str) -> Any:
+    """Return a handle under which steps by infinite losses are skipped."""
+    if way == "fp32":
+        autoamp.initialize(torch.nn.Linear(1, 1, device=device), opt_level="O0", on_nonfinite="skip", verbosity=0)
+        return current_handle()
+    if way.startswith("bf16"):
+        return autoamp.init(device_type=device, dtype=torch.bfloat16, on_nonfinite="skip")
+    handle = autoamp.init(device_type=device, dtype=torch.float16, loss_scale=1024.0)
+    if way == "auto_scale":
+        handle.auto_scale()
+    return handle
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_skipped_step_changes_nothing(way: str, closure: bool, device: str) -> None:
+    if way == "GradScaler" and closure:
+        return
+    handle = activate(way, device)
+    found = {}
+    for name, make in makers(device):
+        if "LBFGS" in name and not closure:
+            continue
+        bad = [math.inf, 1.0, math.inf, 0.5, 0.25]
+        if way == "GradScaler" and getattr(make([Parameter(torch.ones(1, 1))]), "_step_supports_amp_scaling", False):
+            # Torch's fused optimizers make their state in a first step that they skip on the device.
+            bad = bad[1:]
+        changed, end = train(make, way, closure, device, bad)
+        later = differences(end, train(make, way, closure, device, [1.0, 0.5, 0.25])[1])
+        if changed or later:
+            found[name] = changed, later
+    assert found == {}
+    assert handle.stats["skipped"] > 0
+
+
+def test_a_line_search_under_way_cannot_be_skipped() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="skip")
+    param = Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([param], line_search_fn="strong_wolfe")
+    evaluations = 0
+
+    def closure() -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = param.square().sum() * (math.nan if evaluations == 3 else 1.0)
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(autoamp.NonFiniteGradientsError, match="in the middle of a step, which cannot be skipped"):
+            optimizer.step(closure)
+    assert bool(param.isfinite().all())
+    assert handle.stats["skipped"] == 0
+
+
+def test_the_step_of_an_optimizer_with_hooks_is_not_called_at_all() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="skip")
+    param = Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    param.grad = torch.full((2,), math.nan)
+    with pytest.warns(UserWarning, match="step 0 of SGD has inf or nan in the gradients of .*, and is skipped"):
+        optimizer.step()
+    assert (called, param.tolist(), handle.last_step_skipped) == ([], [1.0, 1.0], True)
+    param.grad = torch.ones(2)
+    optimizer.step()
+    assert (called, param.tolist(), handle.last_step_skipped) == (["before", "after"], [0.5, 0.5], False)

@@ -1,0 +1,154 @@
+"""Steps met whichever way they are called: a scheduler, a bound method or a subclass stands before torch's own step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import autoamp
+from autoamp.errors import UsageError
+
+
+class Counting(torch.optim.SGD):
+    """Has a step of its own around that of torch, and a state that each step changes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        self.param_groups[0]["taken"] = self.param_groups[0].get("taken", 0) + 1
+        return loss
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.5, momentum=0.5),
+    "LBFGS": functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
+    "own step": functools.partial(Counting, lr=0.5),
+}
+# When the optimizer and its schedulers are made: before init or after it.
+MADE = ["b", "b b", "b a", "b bb", "b ba", "a", "a a"]
+SCALED = ("scale_loss in the closure", "scale_loss", "auto_scale in the closure", "auto_scale", "none in the closure")
+
+
+class Program:
+    """Trains a parameter under autoamp or in plain torch.
+
+    Args:
+        maker: Of `MAKERS`.
+        made: Of `MADE`.
+        scaled: Of `SCALED`.
+        bound: Whether the step is bound as soon as the optimizer is made.
+    """
+
+    def __init__(self, maker: str, made: str, scaled: str, bound: bool) -> None:
+        self.maker, self.made, self.scaled, self.bound = maker, made, scaled, bound
+        self.param = Parameter(torch.tensor([1.0, -2.0]))
+        self.handle: Any = None
+        self.schedulers: list[Any] = []
+
+    def make(self, when: str) -> None:
+        """Make what is to be made now."""
+        optimizer, _, schedulers = self.made.partition(" ")
+        if optimizer == when:
+            self.optimizer = MAKERS[self.maker]([self.param])
+            self.step = self.optimizer.step if self.bound else lambda *args: self.optimizer.step(*args)
+        for kind, moment in zip((ExponentialLR, StepLR), schedulers, strict=False):
+            if moment == when:
+                self.schedulers.append(kind(self.optimizer, 0.5 if kind is ExponentialLR else 2))
+
+    def loss(self, size: float) -> Tensor:
+        """Evaluate the loss, with gradients."""
+        loss = (self.param - size).square().sum()
+        self.optimizer.zero_grad()
+        if self.handle is not None and self.scaled.startswith("scale_loss"):
+            with self.handle.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+        else:
+            loss.backward()
+        return loss
+
+    def run(self, sizes: list[float], *, plain: bool) -> tuple[Any, ...]:
+        """Train, and return what came of it. In plain torch a step by an infinite loss is left out."""
+        self.make("b")
+        if not plain:
+            self.handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+            if self.scaled.startswith("auto_scale"):
+                self.handle.auto_scale()
+        self.make("a")
+        for size in sizes:
+            if plain and math.isinf(size):
+                pass
+            elif "closure" in self.scaled:
+                self.step(functools.partial(self.loss, size))
+            else:
+                self.loss(size)
+                self.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+        group = self.optimizer.param_groups[0]
+        return self.param.tolist(), group["lr"], group.get("taken")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("bound", [False, True], ids=["looked up", "bound"])
+@pytest.mark.parametrize("scaled", SCALED)
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_step_is_right_whenever_optimizer_and_schedulers_were_made(
+    maker: str, made: str, scaled: str, bound: bool
+) -> None:
+    if maker == "LBFGS" and "closure" not in scaled:
+        return
+    # The first step overflows at every scale.
+    sizes = [0.5, 0.25] if scaled.startswith("none") else [math.inf, 0.5, 0.25, math.inf, 0.125]
+    program = Program(maker, made, scaled, bound)
+    assert program.run(sizes, plain=False) == Program(maker, made, scaled, bound).run(sizes, plain=True)
+    assert program.handle.skipped_steps == sum(map(math.isinf, sizes))
+
+
+def test_a_first_loss_that_is_scaled_while_its_step_runs_is_refused_before_a_weight_moves() -> None:
+    class OwnLoss(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            loss = param.sum() * math.inf
+            with handle.scale_loss(loss, self) as scaled:
+                scaled.backward()
+            super().step()
+
+    param = Parameter(torch.ones(2))
+    optimizer = OwnLoss([param], lr=0.5)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with pytest.raises(UsageError, match=r"The first scale_loss of OwnLoss came while its step\(\) runs; pass"):
+        optimizer.step()
+    assert param.tolist() == [1.0, 1.0]
+
+
+KINDS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Optimizer])
+def test_a_step_that_was_bound_early_is_skipped_under_a_handle_and_is_torch_s_own_after_it(kind: type) -> None:
+    param = Parameter(torch.ones(4, 4))
+    optimizer: Any = kind([param])
+    step, before = optimizer.step, kind.step  # type: ignore[attr-defined]
+    for _ in range(2):
+        handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+        with handle.scale_loss((param * math.inf).sum(), optimizer) as scaled:
+            scaled.backward()
+        step(*([lambda: None] if kind is torch.optim.LBFGS else []))
+        assert handle.skipped_steps == 1
+        assert bool((param == 1.0).all())
+        handle.deactivate()
+        assert kind.step is before  # type: ignore[attr-defined]
+    assert [cell.cell_contents for cell in before.__closure__] == [before.__wrapped__]
