@@ -1,9 +1,10 @@
 """Steps that no loss scale guards: inf or nan in the gradients is seen before the optimizer writes it into weights.
 
-bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. If the step is to be skipped or to raise, all gradients are looked at, and the host waits for the device. For a
-warning the loss is enough: gradients that are not finite make the next loss so. On a CPU the gradients of the first
-vectors, such as biases, tell of most backward passes in the same step: these reach them last, and inf and nan go with
-them. On other devices a flag is read once it has arrived.
+bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. If the step is to be skipped or to raise, all
+gradients are looked at, and the host waits for the device. For a warning the loss is enough: gradients that are not
+finite make the next loss so. On a CPU the gradients of the first vectors, such as biases, tell of most backward passes
+in the same step: these reach them last, and inf and nan go with them. On other devices a flag is read once it has
+arrived.
 """
 
 from __future__ import annotations

@@ -203,8 +203,8 @@ class GuardedOptimizers:
         guard = StepGuard(optimizer, self, masters=masters)
         if id(optimizer) in self.running:
             raise UsageError(
-                f"The first scale_loss of {guard.name} came while its step() runs; pass the function that evaluates the "
-                "loss as optimizer.step(closure), or call scale_loss before step()"
+                f"The first scale_loss of {guard.name} came while its step() runs; pass what evaluates the loss as "
+                "optimizer.step(closure), or call scale_loss before step()"
             )
         guard.max_consecutive_skips = self.max_consecutive_skips
         guard.install()
