@@ -120,12 +120,13 @@ class NonFiniteSteps:
         step, acts = self._overflows.recorder.step, self._action != "warn"
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (acts and several_processes())
-        if self.own_scaler.stepping and getattr(optimizer, "found_inf", None) is None:
+        flagged = getattr(optimizer, "found_inf", None) is not None
+        if self.own_scaler.stepping and not flagged:
             # The program's own scaler has found the gradients to be finite.
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses]
             if self._check(optimizer, guard, (), losses, waits=acts, can_be_left_out=can_be_left_out):
                 return True
-        if self.own_scaler.stepping or (guard is not None and guard.checks.resolved):
+        if self.own_scaler.stepping or flagged or (guard is not None and guard.checks.resolved):
             return False
         params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
         waits = acts or self._overflows.wants_flags
