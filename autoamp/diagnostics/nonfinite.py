@@ -108,10 +108,10 @@ class NonFiniteSteps:
 
     # -- a step --
 
-    def _look(self, optimizer: Any, guard: StepGuard | None, can_be_left_out: bool) -> bool:
-        """Look at the gradients or losses that an optimizer is about to step by; tell whether to leave the step out.
+    def _look(self, optimizer: Any, guard: StepGuard | None, can_skip: bool) -> bool:
+        """Look at the gradients or losses that an optimizer is about to step by; tell whether to skip the step.
 
-        NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``, or the step cannot be left out.
+        NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``, or the step cannot be skipped.
         """
         self.last_skipped = False
         self.own_scaler.optimizer_called(optimizer)
@@ -124,7 +124,7 @@ class NonFiniteSteps:
         if self.own_scaler.stepping and not flagged:
             # The program's own scaler has found the gradients to be finite.
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses]
-            if self._check(optimizer, guard, (), losses, waits=acts, can_be_left_out=can_be_left_out):
+            if self._check(optimizer, guard, (), losses, waits=acts, can_skip=can_skip):
                 return True
         if self.own_scaler.stepping or flagged or (guard is not None and guard.checks.resolved):
             return False
@@ -137,11 +137,11 @@ class NonFiniteSteps:
             )
         looked_at = params if waits or not losses else itertools.islice(filter(_is_vector_on_cpu, params), _VECTORS)
         grads = [param.grad for param in looked_at if param.grad is not None]
-        return self._check(optimizer, guard, grads, losses, waits=waits, can_be_left_out=can_be_left_out)
+        return self._check(optimizer, guard, grads, losses, waits=waits, can_skip=can_skip)
 
     def _check(
         self, optimizer: Any, guard: StepGuard | None, grads: Sequence[Tensor], losses: Sequence[Tensor], *,
-        waits: bool, can_be_left_out: bool,
+        waits: bool, can_skip: bool,
     ) -> bool:  # fmt: skip
         """Take note of a step if its gradients or losses hold inf or nan.
 
@@ -151,10 +151,10 @@ class NonFiniteSteps:
             grads: The gradients to look at.
             losses: The losses to look at.
             waits: Whether to wait for the device.
-            can_be_left_out: As for `_look`.
+            can_skip: As for `_look`.
 
         Returns:
-            Whether to leave the step out.
+            Whether to skip the step.
         """
         flag = _holds_non_finite(grads, losses)
         if flag is None:
@@ -170,20 +170,20 @@ class NonFiniteSteps:
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
             return False
-        skipped = self._action == "skip" and can_be_left_out
+        skipped = self._action == "skip" and can_skip
         found = NonFiniteStep(number, type(optimizer).__name__, tuple(names), skipped)
-        self._take_note(found, optimizer, can_be_left_out)
+        self._take_note(found, optimizer, can_skip)
         return skipped
 
-    def _take_note(self, found: NonFiniteStep, optimizer: Any, can_be_left_out: bool) -> None:
+    def _take_note(self, found: NonFiniteStep, optimizer: Any, can_skip: bool) -> None:
         self._in_a_row += 1
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or found.skipped:
             found = replace(found, overflow=self._overflows.step_not_finite())
-        raises = self._action == "raise" or (self._action == "skip" and not can_be_left_out)
+        raises = self._action == "raise" or (self._action == "skip" and not can_skip)
         self._note(found, warns=not raises)
         if raises:
-            moved = "" if can_be_left_out else (
+            moved = "" if can_skip else (
                 ". It came when the optimizer called its closure in the middle of a step, which cannot be skipped. The "
                 "parameters are at an intermediate point: load the last checkpoint"
             )  # fmt: skip

@@ -359,9 +359,9 @@ class _Owner:
             optimizers.watch.step_begins()
             optimizers.note_own(guard.skips, self.scalers[0])
 
-    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
+    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
         """Let the active handle look at gradients that no loss scale checked."""
-        return (optimizers := _optimizers()) is not None and optimizers.leaves_out(guard, can_be)
+        return (optimizers := _optimizers()) is not None and optimizers.wants_skip(guard, can_skip)
 
     def step_ended(self, guard: StepGuard) -> None:
         """Let the active handle know that a step has ended."""

@@ -72,12 +72,12 @@ class GuardOwner(SkipOwner, Protocol):
     def step_begins(self, guard: StepGuard) -> None:
         """Hear of each step, before it is taken or skipped."""
 
-    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
-        """Look at gradients that no loss scale checked, and tell whether the program wants the step left out for them.
+    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
+        """Look at gradients that no loss scale checked, and tell whether the program wants the step skipped for them.
 
         Args:
             guard: Of the optimizer that is about to step.
-            can_be: Whether the step can be left out. Not once the optimizer has moved the parameters.
+            can_skip: Whether the step can be skipped. Not once the optimizer has moved the parameters.
         """
 
     def step_ended(self, guard: StepGuard) -> None:
@@ -620,7 +620,7 @@ class StepGuard:
         flag = self._flag_for_device()
         if flag is None:
             blamed = self.checks.resolve()
-            if blamed is not None or self.owner.leaves_out(self, True):
+            if blamed is not None or self.owner.wants_skip(self, True):
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
         optimizer, known = self.optimizer, _state_size(self)
@@ -696,7 +696,7 @@ class StepGuard:
             self.stepping = before
 
     def skip(self, blamed: OverflowCheck | None) -> Any:
-        """Count a skipped step; None for one that the owner left out, and has counted.
+        """Count a skipped step; None for one that the owner wanted, and has counted.
 
         Raises:
             NonFiniteGradientsError: There were too many in a row.
@@ -763,7 +763,7 @@ def _step_with_closure(
         first, begun = not begun and versions == _versions_of(guard.grads.params()), True
         guard.params_changed()
         loss, blamed = _evaluate(guard, closure, 1 if first and not guard.repeats_closure else _MAX_EVALUATIONS)
-        if blamed is None and not guard.owner.leaves_out(guard, first):
+        if blamed is None and not guard.owner.wants_skip(guard, first):
             return loss
         if first or blamed is None:
             raise _TrainingFailed(loss, blamed)

@@ -76,8 +76,8 @@ class GuardedOptimizers:
             scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
-        look: Called with an optimizer that is about to step, its guard if it has one, and whether the step can be left
-            out; returns whether it is left out, since gradients that no loss scale guards hold inf or nan.
+        look: Called with an optimizer that is about to step, its guard if it has one, and whether the step can be
+            skipped; returns whether to skip it, since gradients that no loss scale guards hold inf or nan.
         running: Optimizers of torch's classes whose step runs now, by id.
     """
 
@@ -144,9 +144,9 @@ class GuardedOptimizers:
         if self.casts.dtype is torch.float16 and self.counts.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
-    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
+    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
         """Call `look`."""
-        return self.look(guard.optimizer, guard, can_be)
+        return self.look(guard.optimizer, guard, can_skip)
 
     def step_ended(self, guard: StepGuard) -> None:
         """Call `on_stepped`."""

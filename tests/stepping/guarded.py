@@ -32,7 +32,7 @@ class Owner:
     def step_skipped(self) -> None:
         self.skipped += 1
 
-    def leaves_out(self, guard: StepGuard, can_be: bool) -> bool:
+    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
         return False
 
     def requested_group(self, guard: StepGuard) -> None:
