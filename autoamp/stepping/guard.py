@@ -534,6 +534,12 @@ class StepGuard:
         """The optimizer, None once it is gone."""
         return self._optimizer()
 
+    @property
+    def takes_flag(self) -> bool:
+        """Whether the optimizer takes the flag of an overflow on its device."""
+        optimizer = self.optimizer
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and _supports_found_inf(type(optimizer))
+
     def install(self) -> None:
         """Put the guard in front of ``optimizer.step``.
 
@@ -660,8 +666,7 @@ class StepGuard:
         """
         optimizer = self.optimizer
         if (
-            not getattr(optimizer, "_step_supports_amp_scaling", False)
-            or not _supports_found_inf(type(optimizer))
+            not self.takes_flag
             or getattr(optimizer, "found_inf", None) is not None
             or getattr(optimizer, "_optimizer_step_pre_hooks", None)
             or getattr(optimizer, "_optimizer_step_post_hooks", None)

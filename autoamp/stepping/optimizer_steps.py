@@ -117,7 +117,7 @@ class OptimizerSteps:
         optimizers = self._optimizers
         if optimizers.on_unguarded is not None:
             optimizers.on_unguarded(optimizer)
-        guard = optimizers.guard_of(optimizer)
+        guard = optimizers.guard_of(optimizer) or optimizers.guard_around(optimizer)
         if guard is None and callable(closure):
             guard = optimizers.guard(optimizer)
         if guard is None:

@@ -180,6 +180,19 @@ class GuardedOptimizers:
             # What no weak reference can be made to.
             return None
 
+    def guard_around(self, optimizer: Any) -> StepGuard | None:
+        """Return the guard that has checked the gradients of an optimizer without one; None where none has.
+
+        A wrapper such as SAM was given to ``scale_loss`` and steps the optimizer within it outside of its own step. An
+        optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
+        """
+        for guard in self.guards:
+            if guard.checks.pending and not guard.stepping and not guard.takes_flag:
+                params = set(map(id, guard.grads.params()))
+                if all(id(param) in params for param in stepped_params(optimizer)):
+                    return guard
+        return None
+
     def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
         """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
 

@@ -406,3 +406,36 @@ def test_an_fp16_optimizer_looks_with_a_handle_and_refuses_without(active: bool)
         assert torch.equal(model[0].weight, torch.ones(8, 4).half())
         optimizer.backward(model(inputs).float().sum())
     handle.deactivate()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("bad", ["first pass", "second pass"])
+def test_an_optimizer_within_another_skips_by_the_checks_of_that_one(bad: str, level: str) -> None:
+    model = network()
+    optimizer = SAM(list(model.parameters()))
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0
+    )
+
+    def run(seed: int, factor: float = 1.0) -> None:
+        optimizer.zero_grad()
+        inputs, targets = data(seed)
+        with autoamp.scale_loss(mse_loss(model(inputs).float(), targets.float()) * factor, optimizer) as scaled:
+            scaled.backward()
+
+    def step(seed: int, bad: str = "") -> None:
+        run(seed, torch.inf if bad == "first pass" else 1.0)
+        optimizer.ascend()
+        run(seed, torch.inf if bad == "second pass" else 1.0)
+        optimizer.descend()
+
+    step(0)
+    before = [param.detach().clone() for param in _params(optimizer)]
+    step(1, bad)
+    if bad == "second pass":
+        assert all(map(torch.equal, before, _params(optimizer)))
+        assert autoamp.current_handle().skipped_steps == 1  # type: ignore[union-attr]
+    assert all(bool(param.isfinite().all()) for param in _params(optimizer))
+    step(2)
+    assert not any(map(torch.equal, before, _params(optimizer)))
+    assert all(bool(param.isfinite().all()) for param in _params(optimizer))
