@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,14 +160,14 @@ def compiled_graphs() -> int:
     return int(counters.get("stats", {}).get("unique_graphs", 0))
 
 
-def _start_no_graph() -> Callable[[types.FunctionType], None]:
+def _start_no_graph() -> Callable[[Any], None]:
     eval_frame = "torch._C._dynamo.eval_frame."
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
     set_strategy, strategy, action = (_find(eval_frame + name, None) for name in names)
     if None in (set_strategy, strategy, action):
         return lambda function: None
 
-    def start_no_graph(function: types.FunctionType) -> None:
+    def start_no_graph(function: Any) -> None:
         # Closures of one function share their code, to which the strategy belongs.
         function.__code__ = function.__code__.replace()
         set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
@@ -176,7 +175,7 @@ def _start_no_graph() -> Callable[[types.FunctionType], None]:
     return start_no_graph
 
 
-start_no_graph: Callable[[types.FunctionType], None] = _start_no_graph()
+start_no_graph: Callable[[Any], None] = _start_no_graph()
 """Keeps torch.compile from a graph that begins in a call of this function. Within a graph it is traced as others are.
 
 Where a name is missing it does nothing."""

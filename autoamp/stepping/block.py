@@ -23,23 +23,25 @@ from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 __all__ = ["open_blocks", "scaled_block", "scaled_loss_block"]
 
 
+class _Count:
+    """A plain object: what compiled code sets on a `threading.local` itself, no guard of Dynamo sees."""
+
+    number = 0
+
+
 class _OpenBlocks(threading.local):
-    """The blocks of a thread in which the program scales its loss.
+    """The blocks of a thread in which the program scales its loss."""
 
-    Attributes:
-        count: How many are open.
-    """
+    def __init__(self) -> None:
+        self.open = _Count()
 
-    count = 0
+    @property
+    def count(self) -> int:
+        """How many are open."""
+        return self.open.number
 
 
 open_blocks = _OpenBlocks()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _count(change: int) -> None:
-    # Traced by torch.compile, the count came out as -1: Dynamo guards no attribute of a threading.local.
-    open_blocks.count += change
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     """
     guards = tuple(dict.fromkeys(guards))
     scale, added_to = _open(guards, scaler)
-    _count(1)
+    open_blocks.open.number += 1
     try:
         try:
             yield scale
@@ -121,7 +123,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
         else:
             _leave(guards, added_to, scaler, scale, scaler.checks, warns=True)
     finally:
-        _count(-1)
+        open_blocks.open.number -= 1
         for guard in guards:
             guard.in_block = False
 

@@ -17,7 +17,7 @@ from autoamp.errors import UsageError
 from autoamp.scaling import Scale, is_same_scale
 from autoamp.stepping.checked_grads import is_same_gradient, mark_of
 from autoamp.stepping.guard import StepGuard
-from autoamp.torch_private import engine_reaches
+from autoamp.torch_private import engine_reaches, start_no_graph
 
 __all__ = ["BackwardWatch", "LeftScaled"]
 
@@ -134,3 +134,7 @@ class BackwardWatch:
                 f"scaled_loss.backward() was called after its scale_loss block of {self.block} had ended, and leaves "
                 f"gradients multiplied by the loss scale {float(self._scale):g}. Indent it into the with block"
             )
+
+
+# The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.
+start_no_graph(BackwardWatch._scaled_passes)
