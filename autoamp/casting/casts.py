@@ -41,6 +41,7 @@ class Casts:
         yielded_to: What the program casts with itself, such as ``"torch.autocast"``, so that these casts ended.
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
+        explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
 
@@ -60,6 +61,7 @@ class Casts:
         self.yielded_to: str | None = None
         self.own_dtypes: Counter[torch.dtype] = Counter()
         self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
+        self.explain: Callable[[Exception], None] = lambda error: None
         self.args_to_half = build_caster(dtype, self.narrow, device_type, self.cache)
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)
 
@@ -106,6 +108,9 @@ class Casts:
         token = self.local.set(on, forced_off)
         try:
             yield
+        except Exception as error:
+            self.explain(error)
+            raise
         finally:
             self.local.reset(token)
 

@@ -41,7 +41,12 @@ class OwnScaler:
 
     def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
-        return [(torch.amp.GradScaler, "scale", self._around_scale), (torch.amp.GradScaler, "step", self._around_step)]
+        scaler = torch.amp.GradScaler
+        return [
+            (scaler, "scale", self._around_scale),
+            (scaler, "step", self._around_step),
+            (scaler, "unscale_", self._around_unscale),
+        ]
 
     def catch_up(self) -> None:
         """Learn what became of the last steps where only the device knows it; waits for the device."""
@@ -61,6 +66,16 @@ class OwnScaler:
             return scaled
 
         return imitate(scale, original)
+
+    def _around_unscale(self, original: Any) -> Any:
+        def unscale_(self_: Any, optimizer: Any) -> None:
+            try:
+                original(self_, optimizer)
+            except Exception as error:
+                self._optimizers.casts.explain(error)
+                raise
+
+        return imitate(unscale_, original)
 
     def _around_step(self, original: Any) -> Any:
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

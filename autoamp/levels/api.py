@@ -163,7 +163,7 @@ def initialize(
     runtime = set_up(setup, model_list, optimizer_list)
     if asked is not None:
         runtime.optimizers.asked.put(asked, optimizer_list or None)
-    _warn_of_settings(level, model_list, keep_batchnorm_fp32, table)
+    _warn_of_settings(level, model_list, keep_batchnorm_fp32)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
@@ -211,16 +211,11 @@ def _checked_flag(name: str, value: Any) -> bool | None:
     raise UsageError(f"{name}={value!r} is not a bool; {remedy or 'choose True, False or None'}")
 
 
-def _warn_of_settings(level: OptLevel, models: Sequence[Module], keep_norms: Any, table: CastTable) -> None:
+def _warn_of_settings(level: OptLevel, models: Sequence[Module], keep_norms: Any) -> None:
     """Warn of arguments without effect at this level, and of models that it does not suit."""
     if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
         warn_user(
             f"keep_batchnorm_fp32={keep_norms!r} has no effect at opt_level={level.name!r}, which leaves models in fp32"
-        )
-    if table.modules and level.cast_model_type in ("half", *HALF_DTYPES):
-        warn_user(
-            f"{table.modules[0].origin}: [modules] has no effect at opt_level={level.name!r}, which casts "
-            "whole models; use opt_level='O1' for precision by module"
         )
     check_half_norms(models)
 

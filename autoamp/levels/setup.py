@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from autoamp.errors import UsageError
 from autoamp.levels.opt_levels import OptLevel
-from autoamp.modules import ForwardDtypes
+from autoamp.modules import BufferWrites, ForwardDtypes
 from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, current_runtime, put_handle, runtime_of
 from autoamp.scaling import LossScaler
 from autoamp.stepping import check_half_model
@@ -61,7 +61,7 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
             _set_up_model(runtime, setup, model)
         runtime.optimizers.use_scalers(setup.scalers, optimizers)
         put_handle(runtime.handle)
-        for model in models:
+        for model in () if level.casts_models else models:
             runtime.precisions.override_paths(model)
         for optimizer in optimizers:
             if level.master_weights:
@@ -155,8 +155,14 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     if kind is None:
         dtypes = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
     else:
-        runtime.models.cast(model, kind, keep_norms=level.keep_batchnorm_fp32)
+        kept, borders = runtime.precisions.fp32_parts(model) if level.casts_models else ((), {})
+        runtime.models.cast(model, kind, keep_norms=level.keep_batchnorm_fp32, kept=kept)
+        for part, is_fp32 in borders.items():
+            inside = (torch.float32, kind) if is_fp32 else (kind, torch.float32)
+            runtime.models.set_forward_dtypes(part, ForwardDtypes(*inside))
+        kind = torch.float32 if model in kept else kind
         has_doubles = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
-        dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, doubles=not has_doubles)
+        buffers = BufferWrites() if level.casts_models else None
+        dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, not has_doubles, buffers)
     if dtypes != ForwardDtypes():
         runtime.models.set_forward_dtypes(model, dtypes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.call import CallRecorder, build_module_call
 from autoamp.modules.half_models import CastModels, ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions, Override, check_module_rules
@@ -15,6 +16,7 @@ from autoamp.modules.scope import AUTOCAST, ModuleCasts
 
 __all__ = [
     "AUTOCAST",
+    "BufferWrites",
     "CallRecorder",
     "CastModels",
     "ForwardDtypes",

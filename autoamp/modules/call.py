@@ -81,12 +81,14 @@ def build_module_call(
                     return outputs
                 finally:
                     recorder.end(record, outputs)
-        tag, tokens, keeps_casts, widens = forward_dtypes.find(self), [], False, False
+        tag, tokens, look, keeps_casts, widens = forward_dtypes.find(self), [], None, False, False
         dtypes = None if tag is None else forward_dtypes.values[tag]
         try:
             if dtypes is not None:
                 args, kwargs = dtypes.cast_inputs((args, kwargs))
                 tokens += dtypes.switch(casts)
+                if not compiling() and dtypes.buffers is not None:
+                    look = dtypes.buffers.begin(self)
             precision = None if local.switches.forced_off else precisions.of(self)
             if precision is not None:
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
@@ -102,6 +104,10 @@ def build_module_call(
             if local.entries is None and cache.enabled and not compiling():
                 local.entries, keeps_casts = {}, True
             outputs = original(self, *args, **kwargs)
+        except Exception as error:
+            if not compiling():
+                casts.explain(error)
+            raise
         finally:
             if keeps_casts:
                 local.entries = local.last = None
@@ -109,6 +115,8 @@ def build_module_call(
                 local.reset(tokens.pop())
         if widens:
             outputs = _cast_nested(outputs, casts.to_fp32)
+        if look is not None:
+            look()
         return outputs if dtypes is None else dtypes.cast_outputs(outputs)
 
     return imitate(call, original)

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import Casts, Token, flatten_weights
+from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.tags import ModuleTags
 from autoamp.patching import imitate
 from autoamp.stepping import fit_state, load_master, master_of, release_master
@@ -41,12 +42,14 @@ class ForwardDtypes:
         outputs: The dtype that outputs are cast to; None leaves them.
         casts: Whether the casts of the lists are on within the call, whatever they are elsewhere; None leaves them.
         doubles: Whether inputs in fp64 are cast too. False for models with fp64 parameters.
+        buffers: Warns of half buffers that the model writes; None for a model that was not cast to half.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
     casts: bool | None = None
     doubles: bool = False
+    buffers: BufferWrites | None = None
 
     def cast_inputs(self, inputs: Any) -> Any:
         """Return nested inputs of a model's call in the dtype that it takes."""
@@ -87,23 +90,30 @@ class CastModels:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @torch.no_grad()
-    def cast(self, model: Module, dtype: torch.dtype, *, keep_norms: bool = False) -> None:
+    def cast(self, model: Module, dtype: torch.dtype, *, keep_norms: bool = False, kept: Iterable[Module] = ()) -> None:
         """Cast a model's floating parameters and buffers in place: parameters stay the same objects.
 
         Args:
             model: Any module. Parameters and buffers that occur more than once stay shared. fp64 is left alone.
             dtype: fp32, fp16 or bf16.
             keep_norms: Whether the parameters and running statistics of batch and instance norms stay as they are.
+            kept: Modules whose parameters and buffers stay as they are.
         """
         buffers: dict[int, Tensor] = {}
+        stay = {id(one) for part in kept for one in (*part._parameters.values(), *part._buffers.values())}
+
+        def is_cast(tensor: Tensor) -> bool:
+            return tensor.dtype in _FLOATS and tensor.dtype is not dtype and id(tensor) not in stay
+
         for module in model.modules():
             if keep_norms and isinstance(module, MODULES_OF_NORMS):
                 continue
             for parameter in module._parameters.values():
-                if parameter is not None and parameter.dtype in _FLOATS and parameter.dtype is not dtype:
+                if parameter is not None and is_cast(parameter):
                     self._cast_parameter(parameter, dtype)
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.dtype in _FLOATS and buffer.dtype is not dtype:
+                # A tensor without dimensions does not widen half ones. As a counter in half it would soon stand still.
+                if buffer is not None and is_cast(buffer) and (buffer.dim() or dtype is torch.float32):
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = self._cast_buffer(buffer, dtype)
                     module._buffers[name] = buffers[id(buffer)]

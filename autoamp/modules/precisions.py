@@ -15,7 +15,7 @@ from torch.nn import Module
 from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
 from autoamp.modules.tags import ModuleTags
 from autoamp.patching import nearest, resolve, spelled_out
-from autoamp.rules import ModulePrecision, ModuleRule
+from autoamp.rules import ModulePrecision, ModuleRule, located
 
 __all__ = ["ModulePrecisions", "Override", "check_module_rules"]
 
@@ -97,6 +97,33 @@ class ModulePrecisions:
 
     def override_paths(self, model: Module) -> Override:
         """Give the submodules of ``model`` what the list's path patterns say, the later pattern over the earlier."""
+        return self._override(self._by_path(model))
+
+    def fp32_parts(self, model: Module) -> tuple[set[Module], dict[Module, bool]]:
+        """Return what the list says of the modules of a model that is cast to half.
+
+        Returns:
+            The modules that stay fp32: those that the list names, with all that they contain. And the modules whose
+            precision is not that of the module around, each with whether it is fp32.
+        """
+        listed = {module: self._of_class(type(module)) for module in model.modules()} | self._by_path(model)
+        parts: dict[Module, bool] = {}
+        borders: dict[Module, bool] = {}
+
+        def walk(module: Module, around: bool) -> None:
+            if module not in parts:
+                precision = listed[module]
+                parts[module] = is_fp32 = around if precision is None else precision is ModulePrecision.FP32
+                if is_fp32 is not around:
+                    borders[module] = is_fp32
+                for child in module.children():
+                    walk(child, is_fp32)
+
+        walk(model, False)
+        return {module for module, is_fp32 in parts.items() if is_fp32}, borders
+
+    def _by_path(self, model: Module) -> dict[Module, ModulePrecision | None]:
+        """Return what the path patterns say of submodules. Warns of a pattern that matches none."""
         names = dict(model.named_modules())
         chosen: dict[str, ModulePrecision | None] = {}
         for rule in self._rules:
@@ -109,7 +136,7 @@ class ModulePrecisions:
                     f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
                     + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
                 )
-        return self._override({names[name]: precision for name, precision in chosen.items()})
+        return {names[name]: precision for name, precision in chosen.items()}
 
     def warn_of_missing_classes(self) -> None:
         """Warn once, after the first step, of rules on classes that do not exist."""
@@ -134,6 +161,12 @@ class ModulePrecisions:
         is_path = rule not in self._class_rules or not rule.pattern.rpartition(".")[2][:1].isupper()
         why = "is a path, which only handle.override(model) looks up" if is_path else "names no class"
         return why + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+
+    def source_of(self, module: Module, path: str) -> str:
+        """Return which rule of the lists gives a module at this path a precision, or that an override does."""
+        classes = [rule for rule in self._class_rules if _is_named(type(module), rule.pattern)]
+        rules = [rule for rule in self._rules if fnmatch.fnmatch(path, rule.pattern)] or classes
+        return located(rules[-1].origin) if rules else "an override"
 
     def undo_all(self) -> None:
         """Undo every override that still stands."""

@@ -50,10 +50,12 @@ class AutocastRegions:
 
     def build_exit(self, original: Any) -> Any:
         """Build the replacement of ``torch.autocast.__exit__``."""
-        local = self._casts.local
+        casts, local = self._casts, self._casts.local
 
         def leave(self: torch.autocast, *exc_info: Any) -> Any:
             if local.regions and local.regions[-1][0] is self:
+                if isinstance(exc_info[1], Exception):
+                    casts.explain(exc_info[1])
                 *rest, (_, token) = local.regions
                 local.regions = tuple(rest)
                 local.reset(token)

@@ -110,7 +110,7 @@ def _replacement(
         to_half: Whether the policy is fp16.
         off_within: Whether casts are off while the original runs.
     """
-    local = casts.local
+    local, compiling = casts.local, torch.compiler.is_dynamo_compiling
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
     asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
 
@@ -135,6 +135,10 @@ def _replacement(
             # A half dtype is the caller's choice: autocast heeds it too, and norms refuse to narrow.
             new = (args, kwargs) if kwargs.get("dtype") in HALF_DTYPES else cast_call(cast_args, args, kwargs)
             return original(*new[0], **new[1])
+        except Exception as error:
+            if not compiling():
+                casts.explain(error)
+            raise
         finally:
             if off_within:
                 if before is None:

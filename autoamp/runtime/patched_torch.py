@@ -228,7 +228,11 @@ class PatchedTorch:
         call = modules.build_module_call(original, run.casts, run.precisions, forward_dtypes, recorder)
         return run.observation.watched_modules(call) if run.observation.observers else call
 
-    # -- rules without effect --
+    # -- what the rules do --
+
+    def rule_on(self, original: Any) -> CastRule | None:
+        """Return the rule by which a function was replaced; None for any other object."""
+        return next((target.rule for target, _ in self._built.values() if target.original is original), None)
 
     def unmatched_rules(self) -> dict[str, str]:
         """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""

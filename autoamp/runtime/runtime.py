@@ -21,6 +21,7 @@ from autoamp.diagnostics import (
     OverflowTrace,
     Recording,
     Watch,
+    add_dtype_note,
 )
 from autoamp.errors import UsageError, kind_of
 from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
@@ -75,9 +76,14 @@ class Runtime:
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def _casts_for(self, settings: Settings, on: bool) -> Casts:
-        if settings.scope == "global":
-            return Casts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching, on=on)
-        return ModuleCasts(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
+        dtype, device_type, caching = settings.dtype, settings.device_type, settings.enable_caching
+        casts = (
+            Casts(dtype, device_type, enable_caching=caching, on=on)
+            if settings.scope == "global"
+            else ModuleCasts(dtype, device_type, enable_caching=caching)
+        )
+        casts.explain = lambda error: add_dtype_note(error, self)
+        return casts
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings

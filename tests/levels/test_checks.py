@@ -79,8 +79,8 @@ def test_warnings_point_at_the_line_of_the_caller() -> None:
         autoamp.initialize(network(), keep_batchnorm_fp32=True, device_type="cpu", lists=LISTS, verbosity=0)
     with pytest.warns(UserWarning, match="its fp32 values are lost") as more:
         autoamp.initialize(network().half(), device_type="cpu", lists=LISTS, verbosity=0)
-    modules = {"modules": {"0": "fp32"}}
-    with pytest.warns(UserWarning, match=r"\[modules\] has no effect at opt_level='O2'") as most:
+    modules = {"modules": {"head": "fp32"}}
+    with pytest.warns(UserWarning, match=r"'head' matches no module of Sequential") as most:
         autoamp.initialize(network(), opt_level="O2", lists=modules, device_type="cpu", verbosity=0)
     assert {warning.filename for warning in [*caught, *more, *most]} == {__file__}
 

@@ -1,0 +1,203 @@
+"""Buffers that a half model writes as it trains: counters stay exact, and what adds up in half precision is told."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+
+LEVELS = ["O2", "O3"]
+
+
+class Part(nn.Module):
+    """Writes its buffer in the given way and returns its input."""
+
+    def __init__(self, buffer: Tensor, write: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("seen", buffer)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self, x)
+        return x
+
+
+class Quantizer(nn.Module):
+    """The codebook of a VQ-VAE, which follows its inputs by moving averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("codes", torch.randn(4, 8))
+        self.register_buffer("sizes", torch.full((4,), 1000.0))
+        self.register_buffer("sums", self.codes * 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, None] - self.codes).square().sum(-1).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                one_hot = F.one_hot(chosen, 4).to(x.dtype)
+                self.sizes.mul_(0.999).add_(one_hot.sum(0))
+                self.sums.mul_(0.999).add_(one_hot.T @ x)
+                self.codes.copy_(self.sums / self.sizes[:, None])
+        return x + (self.codes[chosen] - x).detach()
+
+
+def count(part: Any, x: Tensor) -> None:
+    part.seen += 1
+
+
+def replace(part: Any, x: Tensor) -> None:
+    part.seen = part.seen + 1
+
+
+def follow(part: Any, x: Tensor) -> None:
+    part.seen.mul_(0.99).add_(x.mean(0), alpha=0.01)
+
+
+def initialize(model: nn.Module, level: str = "O2", half: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return autoamp.initialize(model, opt_level=level, dtype=half, device_type="cpu", verbosity=0, **options)
+
+
+def around(part: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), part, nn.Linear(8, 8))
+
+
+def warnings_of(model: nn.Module, calls: int) -> list[str]:
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            model(torch.randn(16, 8))
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("write", [count, replace])
+def test_a_counter_without_dimensions_counts(write: Any, level: str, half: torch.dtype) -> None:
+    start = 2 / torch.finfo(half).eps - 3
+    model = initialize(around(Part(torch.tensor(start), write)), level, half)
+    assert warnings_of(model, 10) == []
+    assert model[1].seen == start + 10
+    assert model.state_dict()["1.seen"] == start + 10
+    # Also in a run that goes on.
+    other = initialize(around(Part(torch.tensor(0.0), write)), level, half)
+    other.load_state_dict(model.state_dict())
+    other(torch.randn(16, 8))
+    assert other[1].seen == start + 11
+
+
+def test_a_buffer_without_dimensions_leaves_the_rest_in_half(half: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+    model = initialize(around(Part(torch.tensor(3.0), lambda part, x: seen.append((x / part.seen).dtype))), half=half)
+    model(torch.randn(16, 8))
+    assert seen == [half]
+
+
+WRITES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "count": (lambda: Part(torch.full((1,), 2045.0), count), "1.seen"),
+    "replace": (lambda: Part(torch.full((1,), 2045.0), replace), "1.seen"),
+    "average": (lambda: Part(torch.zeros(8), follow), "1.seen"),
+    "quantizer": (Quantizer, "1.codes, 1.sizes, 1.sums"),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", WRITES)
+def test_what_adds_up_in_half_is_told_with_what_makes_it_exact(name: str, level: str, half: torch.dtype) -> None:
+    make, names = WRITES[name]
+    (told,) = warnings_of(initialize(around(make()), level, half), 5)
+    most = {torch.bfloat16: 256, torch.float16: 2048}[half]
+    assert f"Sequential writes its buffer{'s' * (',' in names)} {names} in {str(half)[6:]}, where {most} + 1" in told
+    lists = re.search(r"lists=(\{.*\})\)$", told)
+    assert lists is not None
+    model = initialize(around(make()), level, half, lists=eval(lists[1]))
+    reference = around(make())
+    # The same inputs as those of the fp32 model, which are half before the part.
+    reference[0].to(half).register_forward_pre_hook(lambda _, inputs: inputs[0].to(half))
+    reference[0].register_forward_hook(lambda *call: call[2].float())
+    assert warnings_of(model, 10) == []
+    warnings_of(reference, 10)
+    for buffer, exact in zip(model[1].buffers(), reference[1].buffers(), strict=True):
+        assert torch.equal(buffer, exact)
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.float64), torch.zeros(())]
+)
+def test_a_counter_of_the_model_itself_is_told_what_to_be(buffer: Tensor, half: torch.dtype) -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.get_buffer("seen").add_(1)
+            return super().forward(x)
+
+    def counting(seen: Tensor) -> nn.Module:
+        model = Counting(8, 8)
+        model.register_buffer("seen", seen)
+        return initialize(model, half=half)
+
+    (told,) = warnings_of(counting(torch.zeros(1)), 5)
+    assert told.endswith(
+        "; register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"
+    )
+    model = counting(buffer.clone())
+    assert warnings_of(model, 3000) == []
+    assert model.seen == 3000
+
+
+def test_a_write_of_a_later_call_is_told_once() -> None:
+    calls: list[int] = []
+
+    def late(part: Any, x: Tensor) -> None:
+        calls.append(0)
+        if len(calls) > 5:
+            part.seen.add_(1)
+
+    model = initialize(around(Part(torch.zeros(2), late)))
+    assert warnings_of(model, 7) == []
+    assert len(warnings_of(model, 30)) == 1
+    assert warnings_of(model, 100) == []
+
+
+QUIET: dict[str, Callable[[], nn.Module]] = {
+    "constant": lambda: around(Part(torch.ones(8), lambda part, x: part.seen + x)),
+    "batch norm": lambda: around(nn.BatchNorm1d(8)),
+    "spectral norm": lambda: around(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))),
+    "integers": lambda: around(Part(torch.zeros(2, dtype=torch.long), count)),
+    "evaluation": lambda: around(Part(torch.zeros(16, 8), lambda part, x: part.seen.copy_(x))).eval(),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", QUIET)
+def test_other_buffers_are_not_told(name: str, level: str, half: torch.dtype) -> None:
+    assert warnings_of(initialize(QUIET[name](), level, half), 5) == []
+
+
+def test_writes_between_calls_are_not_told() -> None:
+    model = initialize(around(Part(torch.ones(2), lambda part, x: None)))
+    state = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        assert warnings_of(model, 1) == []
+        model[1].seen.copy_(torch.rand(2))
+        model.load_state_dict(state)
+
+
+def test_compiled_models_keep_their_graph() -> None:
+    model = initialize(around(Part(torch.full((1,), 3.0), count)))
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert warnings_of(compiled, 3) == []
+    assert model[1].seen == 6
