@@ -199,12 +199,16 @@ class CastModels:
         """Return the models that are in half precision."""
         return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
 
+    def is_half(self, module: Module) -> bool:
+        """Tell whether a module is a half model or a part of one."""
+        return any(module is part for model in self.halves() for part in model.modules())
+
     def _involves_halves(self, module: Module) -> bool:
         """Tell whether a module is or has a half model or a copy of one, or is a part of a half model."""
         tags = map(self.forward_dtypes.find, module.modules())
         if any(self.forward_dtypes.values[tag].inputs in HALF_DTYPES for tag in tags if tag is not None):
             return True
-        return any(module is part for model in self.halves() for part in model.modules())
+        return self.is_half(module)
 
     def _build_state_dict(self, original: Any) -> Any:
         models, depth = self, _Depth()

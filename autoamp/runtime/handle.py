@@ -273,12 +273,17 @@ class BaseHandle:
             An object with ``undo()``, which is also a context manager.
 
         Raises:
-            UsageError: ``module`` is not a module, or the precision is unknown.
+            UsageError: ``module`` is not a module or was cast to half at O2 or O3, or the precision is unknown.
         """
         if not isinstance(module, Module):
             raise UsageError(f"override() takes a torch.nn.Module, not {kind_of(module)}")
         if precision is None:
             return self._runtime.precisions.override_paths(module)
+        if self._runtime.models.is_half(module):
+            raise UsageError(
+                f"override({type(module).__name__}, {precision!r}) is for fp32 weights, and initialize() has cast this "
+                f'model to half; name the module in initialize(..., lists={{"modules": {{"path": {precision!r}}}}})'
+            )
         return self._runtime.precisions.override(module, precision)
 
     # -- master weights and loss scaling --
