@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from autoamp.errors import warn_user
@@ -47,25 +46,24 @@ class BufferWrites:
 
     def _end(self, model: Module, before: list[Any]) -> None:
         """Warn of the half buffers that were written since."""
-        written: dict[str, Tensor] = {}
-        parts: dict[str, str] = {}
-        for path, module, name, buffer, version in before:
-            whole = f"{path}.{name}".removeprefix(".")
-            if whole in self._told or (module._buffers.get(name) is buffer and version_of(buffer) == version):
-                continue
-            written[whole] = buffer
-            if path:
-                parts[path] = "fp32"
-        if not written:
+        written = {
+            f"{path}.{name}".removeprefix("."): (path, buffer.dtype)
+            for path, module, name, buffer, version in before
+            if module._buffers.get(name) is not buffer or version_of(buffer) != version
+        }
+        new = [name for name in written if name not in self._told]
+        if not new:
             return
-        self._told.update(written)
-        dtype = next(iter(written.values())).dtype
+        self._told.update(new)
+        dtype = written[new[0]][1]
         most = round(2 / torch.finfo(dtype).eps)
-        remedy = f'keep the module in fp32 by initialize(..., lists={{"modules": {parts}}})' if parts else ""
-        if any("." not in name for name in written):
-            other = "register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"
-            remedy = f"{remedy}; {other}" if remedy else other
+        parts = {written[name][0]: "fp32" for name in new}
+        remedies = ["register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"]
+        if not parts.pop("", None):
+            remedies.clear()
+        if parts:
+            remedies.append(f'keep the module in fp32 by initialize(..., lists={{"modules": {parts}}})')
         warn_user(
-            f"{type(model).__name__} writes its {'buffer' if len(written) == 1 else 'buffers'} {', '.join(written)} in "
-            f"{dtype_name(dtype)}, where {most} + 1 is {most}: a sum or count stops growing; {remedy}"
+            f"{type(model).__name__} writes buffers in {dtype_name(dtype)}, where {most} + 1 is {most}: a sum or count "
+            f"in {', '.join(new)} stops growing; {'; '.join(remedies)}"
         )

@@ -121,7 +121,9 @@ def test_what_adds_up_in_half_is_told_with_what_makes_it_exact(name: str, level:
     make, names = WRITES[name]
     (told,) = warnings_of(initialize(around(make()), level, half), 5)
     most = {torch.bfloat16: 256, torch.float16: 2048}[half]
-    assert f"Sequential writes its buffer{'s' * (',' in names)} {names} in {str(half)[6:]}, where {most} + 1" in told
+    assert (
+        f"Sequential writes buffers in {str(half)[6:]}, where {most} + 1 is {most}: a sum or count in {names} " in told
+    )
     lists = re.search(r"lists=(\{.*\})\)$", told)
     assert lists is not None
     model = initialize(around(make()), level, half, lists=eval(lists[1]))
