@@ -22,7 +22,6 @@ from autoamp.torch_private import MODULES_OF_NORMS
 
 __all__ = ["add_dtype_note"]
 
-_PREFIX = "autoamp: "
 _ABOUT_DTYPES = re.compile(
     r"(?i)same (data ?|d|scalar )?type|dtypes match|equal to src.dtype|should be the same|expected (scalar |d)type|"
     r"object of scalar type|not implemented for '\w*(Half|BFloat16)'|unsupported (d|scalar)type|low precision dtypes|"
@@ -39,13 +38,13 @@ def add_dtype_note(error: BaseException, runtime: Any) -> None:
         runtime: Whose lists, models and overrides decide the dtypes.
     """
     text = str(error)
-    if _PREFIX in str(getattr(error, "__notes__", "")) or not _ABOUT_DTYPES.search(text) or _INTEGERS.search(text):
+    if "autoamp: " in str(getattr(error, "__notes__", "")) or not _ABOUT_DTYPES.search(text) or _INTEGERS.search(text):
         return
     # A fault of this file must not hide the exception.
     with contextlib.suppress(Exception):
         failure = _Failure(error, runtime)
         if failure.half or re.search("(?i)half|float16|FP16", text):
-            error.add_note(_PREFIX + failure.note(text))
+            error.add_note(f"autoamp: {failure.note(text)}")
 
 
 class _Failure:
@@ -58,7 +57,7 @@ class _Failure:
         rule: The rule on the patched op that failed.
         is_off: Whether the program has turned casts off around the call.
         root: The half model among the modules.
-        fp32: The innermost module that runs in fp32 by the list or an override.
+        fp32: The innermost module that runs in fp32, or without casts, by the list or an override.
         outer: The model whose submodules have the paths of lists.
         paths: These paths.
         half_state: The names of its half parameters and buffers, by id.
@@ -68,10 +67,12 @@ class _Failure:
     def __init__(self, error: BaseException, runtime: Any) -> None:
         within: Any = inspect.getinnerframes(error.__traceback__, 0)  # type: ignore[arg-type]
         frames: Any = [*reversed(inspect.getouterframes(within[0].frame.f_back, 0)), *within]
-        self.runtime, self.is_compiled = runtime, any("_dynamo" in one.filename for one in frames)
+        self.runtime, site = runtime, next(one for one in reversed(frames) if not _is_ours(one))
+        files = "".join((type(error).__module__, site.filename, *(one.filename for one in within)))
+        self.is_compiled = re.match("torch._dynamo|.*<eval_with_key>.*_dynamo", files) is not None
         calls = (one for one in frames if one.function == "call" and _is_ours(one, "modules.call"))
         self.modules = [one.frame.f_locals["self"] for one in calls]
-        self.tensors = _tensors_at(next(one for one in reversed(frames) if not _is_ours(one)))
+        self.tensors = _tensors_at(site)
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
         self.rule = runtime.patched.rule_on(op)
@@ -119,14 +120,14 @@ class _Failure:
             return "call the model once without torch.compile, and this note names the module and what mends it"
         if "unscale FP16" in text:
             return "scale the loss by autoamp.scale_loss(loss, optimizer), which takes half gradients"
-        dtypes = [one.dtype for one in self.tensors.values()]
-        if torch.float64 in dtypes or re.search("(?i)(got:?|found|!=|16 and|half and) double|double !=", text):
+        has_double = any(one.dtype is torch.float64 for one in self.tensors.values())
+        if has_double or re.search("(?i)(got:?|found|!=|16 and|half and) double|double !=", text):
             return f"torch.float64 is not cast; {self._conversion(torch.float64)}"
         if self.rule is not None and self.rule.policy is CastPolicy.FP16 and "not implemented for" in text:
             return f'add fp32 = ["{self.rule.target}"] to the list'
         if self.fp32 is not None:
             by = self.runtime.precisions.source_of(self.fp32, self.paths.get(self.fp32, ""))
-            return f"{type(self.fp32).__name__} runs in fp32 by {by}; {self._conversion()}"
+            return f"the precision of {type(self.fp32).__name__} is set by {by}; {self._conversion()}"
         if self.root is not None:
             weights = () if isinstance(inner, (type(None), MODULES_OF_NORMS)) else inner.parameters(recurse=False)
             if any(one.dtype is torch.float32 for one in weights):
@@ -163,9 +164,8 @@ def _tensors_at(info: Any) -> dict[str, Tensor]:
         while rest and not isinstance(value, Tensor):
             # No code of the program is called: a property may do anything.
             own = getattr(value, "__dict__", {})
-            groups = (own, *(own.get(name, {}) for name in ("_parameters", "_buffers", "_modules")))
-            value = next((one[rest[0]] for one in groups if rest[0] in one), None)
-            head = f"{head}.{rest.pop(0)}"
+            own = own | own.get("_parameters", {}) | own.get("_buffers", {}) | own.get("_modules", {})
+            head, value = f"{head}.{rest[0]}", own.get(rest.pop(0))
         tensors = enumerate(list(iter_tensors(value, 1))[:2])
         found |= {head if one is value else f"{head}[{place}]": one for place, one in tensors}
     return {name: one for name, one in found.items() if one.is_floating_point()}

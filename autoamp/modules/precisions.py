@@ -163,10 +163,10 @@ class ModulePrecisions:
         return why + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 
     def source_of(self, module: Module, path: str) -> str:
-        """Return which rule of the lists gives a module at this path a precision, or that an override does."""
+        """Return which rule of the lists gives a module at this path a precision, or what else does."""
         classes = [rule for rule in self._class_rules if _is_named(type(module), rule.pattern)]
         rules = [rule for rule in self._rules if fnmatch.fnmatch(path, rule.pattern)] or classes
-        return located(rules[-1].origin) if rules else "an override"
+        return located(rules[-1].origin) if rules else "an override or the opt level"
 
     def undo_all(self) -> None:
         """Undo every override that still stands."""

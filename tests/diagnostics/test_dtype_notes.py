@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import autoamp
@@ -169,6 +170,23 @@ PROGRAMS: dict[str, tuple[Forward, list[Callable[[], nn.Module]], str]] = {
     "stft": (spectrum, [], "last"),
     "numpy": (lambda x: x * float(x.detach().numpy().max()), [], "part"),
 }
+
+
+@torch.library.custom_op("dtype_notes::same", mutates_args=())
+def same(one: Tensor, other: Tensor) -> Tensor:
+    """As ops of torchvision have it: nms, roi_align."""
+    if one.dtype is not other.dtype:
+        raise RuntimeError("dets should have the same type as scores")
+    return one.clone()
+
+
+PROGRAMS["torchvision"] = (lambda x: x + same(x.detach(), torch.zeros(2)).mean(), [], "part")
+PROGRAMS["checkpoint"] = (
+    lambda x: torch.utils.checkpoint.checkpoint(torch.fft.fft, x, use_reentrant=False).real,  # type: ignore[no-any-return]
+    [],
+    "part",
+)
+
 RUN = {("view_as_complex", torch.float16), ("attention", torch.float16), ("attention", torch.bfloat16)}
 RUN |= {("stft", torch.float16), ("stft", torch.bfloat16), ("numpy", torch.float16)}
 
@@ -306,7 +324,7 @@ def test_a_half_tensor_from_outside_of_an_fp32_module(form: str, half: torch.dty
 
     note = note_on(run)
     by = "an override" if form == "override" else "lists="
-    assert f"Memory runs in fp32 by {by}" in note
+    assert f"the precision of Memory is set by {by}" in note
     assert note.endswith("; call .to(torch.float32) on memory")
     run(torch.float32)
 
