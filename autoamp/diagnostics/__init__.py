@@ -5,7 +5,6 @@ from __future__ import annotations
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, load_capsule, versions
 from autoamp.diagnostics.counts import Counts, sum_of
-from autoamp.diagnostics.dtype_notes import add_dtype_note
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.monitors import Followers, write_scalars
@@ -56,7 +55,6 @@ __all__ = [
     "Row",
     "ScaleSearch",
     "Watch",
-    "add_dtype_note",
     "check_lists",
     "check_report_tools",
     "explain",

@@ -21,11 +21,11 @@ from autoamp.diagnostics import (
     OverflowTrace,
     Recording,
     Watch,
-    add_dtype_note,
 )
 from autoamp.errors import UsageError, kind_of
 from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
 from autoamp.ops import Target
+from autoamp.runtime.dtype_notes import add_dtype_note
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
