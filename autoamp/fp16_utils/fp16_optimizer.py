@@ -130,13 +130,13 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             retain_graph: As for ``Tensor.backward``.
 
         Raises:
-            UsageError: Masters were written to after the last step, and without a handle nothing has copied them into
-                the model before it ran.
+            UsageError: Masters were written to after the last step, the model has other weights, and without a handle
+                nothing has copied the masters into it before it ran.
         """
         runtime = current_runtime()
         if self._masters.refresh_params() and runtime is None:
             raise UsageError(
-                "masters were written to since the last step, so the loss may come from a model with other weights; "
+                "masters were written to since the last step, and the loss comes from a model with other weights; "
                 "call optimizer.model_from_masters() after the write, before the model runs"
             )
         if runtime is not None:

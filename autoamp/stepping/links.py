@@ -21,15 +21,16 @@ __all__ = [
     "Link",
     "check_shapes",
     "copy_to_params",
-    "copy_written",
     "equalized",
     "link_of",
     "linked",
     "load_master",
+    "mark_equal",
     "master_of",
     "refresh_masters",
     "refresh_params",
     "release_master",
+    "written_masters",
 ]
 
 
@@ -60,7 +61,7 @@ class Link:
         self.stepped = False
         self.half_state: _State
         self.master_state: _State
-        _mark_equal([(half, self)])
+        mark_equal([(half, self)])
 
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
@@ -82,7 +83,7 @@ class Link:
         rounded = self.master.detach().to(half.dtype).to(self.master.dtype)
         differs = (value != rounded) & ~(value.isnan() & rounded.isnan())
         self.master.copy_(value if whole else torch.where(differs, value, self.master))
-        _mark_equal([(half, self)])
+        mark_equal([(half, self)])
 
 
 # The master of each half parameter, as long as the parameter lives. Optimizers that share a parameter share its master,
@@ -112,7 +113,7 @@ def load_master(parameter: Tensor, value: Tensor) -> None:
     link = link_of(parameter)
     if link is not None:
         link.master.copy_(value)
-        _mark_equal([(parameter, link)])
+        mark_equal([(parameter, link)])
 
 
 def release_master(parameter: Tensor) -> Tensor | None:
@@ -136,7 +137,7 @@ def equalized(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
     for _, link in pairs:
         link.equal_by = weakref.ref(wrapper)
     # Half parameters are not written to here: a graph may have saved them.
-    _mark_equal(pairs)
+    mark_equal(pairs)
 
 
 def linked(half: Tensor, original: Tensor | None) -> Link:
@@ -190,15 +191,13 @@ def refresh_params() -> None:
     links: list[Link] = list(_links.data.values())
     if links and _states([link.master for link in links]) != [link.master_state for link in links]:
         with torch.no_grad():
-            copy_written(list(_links.items()))
+            copy_to_params(written_masters(list(_links.items())))
 
 
-def copy_written(pairs: Collection[tuple[Tensor, Link]]) -> bool:
-    """Copy those masters that the program wrote to into their half parameters. Returns whether there were any."""
+def written_masters(pairs: Collection[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
+    """Return those pairs whose master the program wrote to since the two last agreed."""
     states = _states([link.master for _, link in pairs])
-    written = [pair for pair, state in zip(pairs, states, strict=True) if state != pair[1].master_state]
-    copy_to_params(written)
-    return bool(written)
+    return [pair for pair, state in zip(pairs, states, strict=True) if state != pair[1].master_state]
 
 
 def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:
@@ -211,10 +210,10 @@ def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:
         for half, link in pairs:
             check_shapes(half, link.master)
         raise
-    _mark_equal(pairs)
+    mark_equal(pairs)
 
 
-def _mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
+def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
     """Note that half parameters are equal to their rounded masters."""
     halves, masters = _states([half for half, _ in pairs]), _states([link.master for _, link in pairs])
     for (_, link), half, master in zip(pairs, halves, masters, strict=True):

@@ -31,11 +31,12 @@ from autoamp.stepping.links import (
     Link,
     check_shapes,
     copy_to_params,
-    copy_written,
     equalized,
     linked,
+    mark_equal,
     refresh_masters,
     release_master,
+    written_masters,
 )
 from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
@@ -241,8 +242,20 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh_params(self) -> bool:
-        """Copy masters that the program wrote to into their half parameters. Returns whether there were any."""
-        return copy_written(self._pairs.values())
+        """Copy masters that the program wrote to into their half parameters. Returns whether that changed any of these.
+
+        Waits for the device if a master was written to.
+        """
+        written = written_masters(self._pairs.values())
+        # A graph may have saved the half parameters: those that are equal already are not written.
+        behind = [
+            (half, link)
+            for half, link in written
+            if half.shape != link.master.shape or not torch.equal(local_of(half), local_of(link.master).to(half.dtype))
+        ]
+        copy_to_params(behind)
+        mark_equal(written)
+        return bool(behind)
 
     @torch.no_grad()
     def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
