@@ -34,6 +34,8 @@ __all__ = [
     "RECURRENT",
     "TELLS_GRAPH_TASKS",
     "DispatchMode",
+    "FakeTensorMode",
+    "autocast_registrations",
     "compiled_graphs",
     "compiler_callback",
     "current_graph_task",
@@ -149,6 +151,14 @@ dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", 
 
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", None)
 """The base class of what intercepts operators; None where it is missing, and then nobody looks at operators."""
+
+FakeTensorMode: Any = _find("torch._subclasses.FakeTensorMode", None)
+"""Within it tensors have no memory, and may be of any device type; None where it is missing."""
+
+autocast_registrations: Callable[[str], list[str]] = _find(
+    "torch._C._dispatch_get_registrations_for_dispatch_key", lambda _: []
+)
+"""The qualified names of the operators that a dispatch key, such as ``"AutocastCPU"``, has kernels for."""
 
 is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True)
 """Whether a transform of `torch.func` wraps a tensor."""

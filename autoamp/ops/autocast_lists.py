@@ -1,0 +1,199 @@
+"""How the installed torch's own autocast treats each op: torch is asked, by calls on tensors without memory.
+
+The lists of torch.autocast are in its C++ code, differ by device type, and change between releases. An op is called on
+fake tensors, which exist for each device type on any machine. What the op does after autocast has cast is not run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoamp.ops.targets import known_ops
+from autoamp.rules import CastPolicy, CastRule, CastTable
+from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations
+
+__all__ = ["AutocastDifference", "autocast_differences", "autocast_policies"]
+
+_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
+_WIDTHS = {
+    CastPolicy.FP16: 0, CastPolicy.NONE: 1, CastPolicy.PROMOTE: 2, CastPolicy.FP32: 3, CastPolicy.BANNED: 3
+}  # fmt: skip
+# Operators below Python, and the functions that programs call instead. An operator that has none is left out.
+_FUNCTIONS = {"cross_entropy_loss": "cross_entropy", "nll_loss2d": "nll_loss"}
+_FUNCTIONS_BY_WORD = {"_pad": "pad", "upsample_": "interpolate"}
+_MODULES = {"fft_": "torch.fft.", "linalg_": "torch.linalg."}
+_HALF, _SINGLE = torch.bfloat16, torch.float32
+# What a schema's argument without a default gets: an operator casts before it looks at any of these.
+_VALUES: dict[str, Any] = {
+    "int": 1, "float": 2.0, "number": 2.0, "bool": False, "str": "sum", "List[Optional[Tensor]]": [None]
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AutocastDifference:
+    """An op that the lists cast otherwise than `torch.autocast`.
+
+    Attributes:
+        op: Its name in the lists.
+        in_torch: What `torch.autocast` does; `CastPolicy.NONE` for an op that it does not list.
+        rule: The rule of the lists; None for an op on no list.
+    """
+
+    op: str
+    in_torch: CastPolicy
+    rule: CastRule | None
+
+    @property
+    def here(self) -> CastPolicy:
+        """What the lists say."""
+        return CastPolicy.NONE if self.rule is None else self.rule.policy
+
+    @property
+    def is_narrower(self) -> bool:
+        """Whether the op may compute in half precision where it does not under `torch.autocast`."""
+        return _WIDTHS[self.here] < _WIDTHS[self.in_torch]
+
+
+def autocast_differences(table: CastTable, device_type: str) -> tuple[AutocastDifference, ...]:
+    """Return the ops of torch that a table casts otherwise than `torch.autocast` of the installed torch, sorted.
+
+    Args:
+        table: The rules in force on this device type.
+        device_type: ``"cpu"``, ``"cuda"``, ``"mps"`` or ``"xpu"``; for any other there are none.
+    """
+    rules = {rule.target: rule for rule in table.rules if rule.bare or rule.target.startswith("torch.")}
+    in_torch = {
+        op if op in rules else op.rpartition(".")[2]: policy for op, policy in autocast_policies(device_type).items()
+    }
+    # A dotted rule of the same name goes before a bare one.
+    ops = {op for op in rules if f"torch.{op}" not in rules} | {op for op in in_torch if not op.startswith("_")}
+    found = (AutocastDifference(op, in_torch.get(op, CastPolicy.NONE), rules.get(op)) for op in sorted(ops))
+    return tuple(one for one in found if one.in_torch is not one.here) if in_torch else ()
+
+
+def autocast_policies(device_type: str) -> dict[str, CastPolicy]:
+    """Return what `torch.autocast` does with each op that it lists for a device type, by the dotted name in Python.
+
+    Where overloads of an op differ the widest counts. Empty for a device type without autocast.
+    """
+    found: dict[str, CastPolicy] = {}
+    if FakeTensorMode is None or DispatchMode is None or device_type not in _KEYS:
+        return found
+    was = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, _HALF)
+    try:
+        for operator in autocast_registrations(_KEYS[device_type]):
+            name, _, overload = operator.removeprefix("aten::").partition(".")
+            function = _function(name)
+            if function is not None:
+                op = getattr(getattr(torch.ops.aten, name), overload or "default")
+                policy = _policy(op, device_type)
+                found[function] = max(found.get(function, policy), policy, key=_WIDTHS.__getitem__)
+    finally:
+        torch.set_autocast_enabled(device_type, was[0])
+        torch.set_autocast_dtype(device_type, was[1])
+        torch.clear_autocast_cache()
+    # A kernel that casts in some other way, such as that of `_cudnn_rnn`, tells nothing.
+    return {function: policy for function, policy in found.items() if policy is not CastPolicy.NONE}
+
+
+def _function(operator: str) -> str | None:
+    """Return the dotted name of the function that calls an operator, None where no public one has its name."""
+    for prefix, module in _MODULES.items():
+        if operator.startswith(prefix):
+            return module + operator.removeprefix(prefix)
+    by_word = next((name for word, name in _FUNCTIONS_BY_WORD.items() if word in operator), operator)
+    name = _FUNCTIONS.get(operator, by_word)
+    return f"torch.{name}" if name in known_ops() else None
+
+
+def _policy(op: Any, device_type: str) -> CastPolicy:
+    """Return what autocast, which is enabled, does with the arguments of an operator."""
+    try:
+        first, _ = _casts(op, device_type, _HALF, _SINGLE)
+        if first is _HALF:
+            return CastPolicy.FP16
+        if first is _SINGLE and _casts(op, device_type, _HALF)[0] is None:
+            return CastPolicy.PROMOTE
+        # Some ops get a dtype instead of casts.
+        wide = first is _SINGLE or _SINGLE in _casts(op, device_type, _HALF)[1]
+        return CastPolicy.FP32 if wide else CastPolicy.NONE
+    except _RefusedError:
+        return CastPolicy.BANNED
+
+
+class _RefusedError(Exception):
+    """Autocast raises an error for this operator."""
+
+
+class _StopError(Exception):
+    """What the operator does next does not matter."""
+
+
+def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype | None, set[torch.dtype]]:
+    """Call an operator on tensors that have the given dtypes in turn.
+
+    Returns:
+        The dtype of the first cast, None without one; and the dtypes of what the operator calls then.
+    """
+    first: list[torch.dtype] = []
+    seen: set[torch.dtype] = set()
+
+    class Watch(DispatchMode):  # type: ignore[misc]  # its base may be None, and then nobody comes here
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func.namespace == "prim":
+                return func(*args, **kwargs)
+            if func is torch.ops.aten._to_copy.default:
+                first.append(kwargs["dtype"])
+            names = [argument.name for argument in func._schema.arguments]
+            to_single = "half_to_float" in names and args[names.index("half_to_float")]
+            seen.update(_dtypes_in((args, kwargs)), (_SINGLE,) if to_single else ())
+            raise _StopError
+
+    with FakeTensorMode():
+        arguments = _arguments(op, device_type, itertools.cycle(dtypes))
+        try:
+            with Watch():
+                op(**arguments)
+        except _StopError:
+            pass
+        except RuntimeError as error:
+            # Any other error is about these arguments, and comes after autocast's casts.
+            if "unsafe to autocast" in str(error):
+                raise _RefusedError from error
+    return first[0] if first else None, seen
+
+
+def _dtypes_in(values: Any) -> Iterator[torch.dtype]:
+    """Yield the dtypes among nested arguments, and those of the tensors there."""
+    if isinstance(values, torch.dtype):
+        yield values
+    elif isinstance(values, torch.Tensor):
+        yield values.dtype
+    elif isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _dtypes_in(value)
+
+
+def _arguments(op: Any, device_type: str, dtypes: Iterator[torch.dtype]) -> dict[str, Any]:
+    """Return arguments of the types that an operator takes, by name. Their values and sizes do not matter."""
+    found: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        kind = str(argument.type)
+        if kind in ("Tensor", "List[Tensor]"):
+            count = 1 if kind == "Tensor" else 2
+            tensors = [torch.empty(2, 2, 2, 2, device=device_type, dtype=next(dtypes)) for _ in range(count)]
+            found[argument.name] = tensors if count > 1 else tensors[0]
+        elif (argument.name, kind) == ("dim", "Optional[int]"):
+            found[argument.name] = 1  # without it `torch.cross` warns
+        elif not argument.has_default_value():
+            ints = [1] * (argument.N or 2) if kind.startswith("List[int") else None
+            found[argument.name] = _VALUES.get(kind, ints)
+    return found
