@@ -167,6 +167,8 @@ def _own_way(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Cast
             return build_attention(original, casts)
         if original in RECURRENT_LAYERS and on_cuda and flatten_recurrent_weights is not None:
             return build_recurrent(original, casts)
+        if original is torch.einsum:
+            return _einsum_promoter(original, casts)
         return build_packed(original, casts)
     if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
         return build_composite(original, casts)
@@ -189,6 +191,37 @@ def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> 
         return casts.args_to_fp32(args)
 
     return cast_args
+
+
+def _einsum_promoter(einsum: Any, casts: Casts) -> OwnWay:
+    """Return the way of `torch.einsum` where it contracts nothing: half precision gains nothing there, so it promotes."""
+
+    def promote(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return NotImplemented if kwargs or _contracts(args) else einsum(*casts.promote_args(args))
+
+    return promote
+
+
+def _contracts(args: tuple[Any, ...]) -> bool:
+    """Whether an einsum sums products: it has several operands, and an index that its result lacks.
+
+    Args:
+        args: An equation and operands, or operands each with a list of its indices. Ellipsis is an index too.
+    """
+    if args and isinstance(args[0], str):
+        inputs, arrow, output = args[0].replace(" ", "").replace("...", ".").partition("->")
+        operands: Sequence[Any] = inputs.split(",")
+        result: Any = output if arrow else None
+    else:
+        operands, result = args[1::2], args[-1] if len(args) % 2 else None
+        if not all(isinstance(one, (list, tuple)) for one in (*operands, result or ())):
+            return True  # torch raises an error
+    indices = [index for operand in operands for index in operand]
+    if result is None:
+        summed = any(indices.count(index) > 1 for index in indices if index not in (".", ...))
+    else:
+        summed = not set(indices).issubset(result)
+    return summed and len(operands) > 1
 
 
 def _keeper(casts: Casts) -> OwnWay:

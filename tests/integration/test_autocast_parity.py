@@ -154,7 +154,8 @@ def differences(cases: list[Case], expected: list[Any], dtype: torch.dtype) -> l
 @pytest.mark.parametrize("name", LIST_DTYPES)
 def test_dtype_and_value_equal_args_cast_by_hand(name: str) -> None:
     dtype = LIST_DTYPES[name]
-    runnable = [case for case in cases(name) if case.name not in CANNOT_RUN]
+    # addr promotes: it is an outer product.
+    runnable = [case for case in cases(name) if case.name not in CANNOT_RUN and case.op != "addr"]
     assert not differences(runnable, [case.run(dtype) for case in runnable], dtype)
 
 

@@ -212,9 +212,10 @@ def _address(tensor: Tensor) -> int:
 
 
 def differences(name: str, half_name: str) -> dict[str, str]:
-    """Return what differs, by name: ``raises``, where torch runs; ``dtypes`` of results; ``saved``, where it is more.
+    """Return what differs, by name.
 
-    Dtypes and what is saved are not told of an op that a list treats otherwise on purpose.
+    ``raises``, where torch runs; ``narrower`` dtypes of results, or other ``dtypes``; ``saved``, where it is more. The last two
+    are not told of an op that a list treats otherwise on purpose.
     """
     half = HALVES[half_name]
     given = [
@@ -232,7 +233,7 @@ def differences(name: str, half_name: str) -> dict[str, str]:
     for (mode, _, _), mine, other in zip(given, found, theirs, strict=True):
         for what, text in _unlike(mine, other):
             texts.setdefault(what, f"{mode} arguments: {text}")
-    kept = ("raises",) if on_purpose(name, half_name) else ("raises", "dtypes", "saved")
+    kept = ("raises", "narrower") if on_purpose(name, half_name) else ("raises", "narrower", "dtypes", "saved")
     return {what: text for what, text in texts.items() if what in kept}
 
 
@@ -243,7 +244,9 @@ def _unlike(mine: Outcome, theirs: Outcome) -> Iterator[tuple[str, str]]:
         yield "raises", mine.error
         return
     if mine.dtypes != theirs.dtypes:
-        yield "dtypes", f"{mine.dtypes}, not {theirs.dtypes}"
+        pairs = zip(mine.dtypes, theirs.dtypes, strict=True)
+        narrower = any(one in HALVES.values() and other is FP32 for one, other in pairs)
+        yield "narrower" if narrower else "dtypes", f"{mine.dtypes}, not {theirs.dtypes}"
     if sum(mine.saved.values()) > sum(theirs.saved.values()):
         yield "saved", f"{mine.saved}, not {theirs.saved}"
 
@@ -257,7 +260,7 @@ def on_purpose(name: str, half_name: str) -> str:
         for lists in ("default", "bf16")
     )
     if half_name == "bf16" and bf16 is not None and (default is None or bf16.policy is not default.policy):
-        return "another policy in lists/bf16.toml, whose head has the reasons"
+        return bf16.reason
     return _comment(default.origin.line) if default is not None and default.origin.line is not None else ""
 
 

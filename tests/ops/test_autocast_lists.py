@@ -40,7 +40,8 @@ def test_each_op_of_autocasts_lists_is_as_wide_here(device_type: str, half: str)
 
 def test_default_has_each_op_of_autocasts_lists_for_cuda_under_its_policy() -> None:
     found = autocast_differences(shipped_table("default", "cuda"), "cuda")
-    assert [one for one in found if one.in_torch is not CastPolicy.NONE] == []
+    # An outer product, which gains nothing from half precision.
+    assert [one.op for one in found if one.in_torch is not CastPolicy.NONE] == ["addr"]
 
 
 VOLUME = torch.randn(1, 2, 4, 8, 8)

@@ -1,0 +1,133 @@
+"""An einsum that sums products is cast by the lists; one that contracts nothing promotes its operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autoamp
+
+FP32 = torch.float32
+SHAPES = {1: (4,), 2: (4, 4), 3: (4, 4, 4)}
+
+CONTRACTIONS = {
+    "ij,jk->ik": (2, 2),
+    "ij,jk": (2, 2),
+    " i j , j k -> i k ": (2, 2),
+    "bij,bjk->bik": (3, 3),
+    "...ij,...jk->...ik": (3, 3),
+    "...i,...i": (2, 2),
+    "i,i": (1, 1),
+    "i,i->": (1, 1),
+    "bi,bi->b": (2, 2),
+    "...i,...i->i": (2, 2),
+    "ij,jk,kl->il": (2, 2, 2),
+    "i,j,jk->ik": (1, 1, 2),
+    "i,j->i": (1, 1),
+    "ii,j->j": (2, 1),
+}
+OTHERS = {
+    "i,j->ij": (1, 1),
+    "i,j": (1, 1),
+    "i,j,k->ijk": (1, 1, 1),
+    "b,bij->bij": (1, 3),
+    "ij,ij->ij": (2, 2),
+    "...,...->...": (2, 2),
+    "...i,...j->...ij": (2, 2),
+    "ii->i": (2,),
+    "ii": (2,),
+    "ij->ji": (2,),
+    "ij->i": (2,),
+    "...ij->...ji": (3,),
+    "i->": (1,),
+}
+
+
+def operands(dims: tuple[int, ...], *dtypes: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(SHAPES[dim]).to(dtypes[n % len(dtypes)]) for n, dim in enumerate(dims)]
+
+
+def sublists(equation: str) -> tuple[list[list[Any]], list[Any] | None]:
+    """An equation as lists of indices."""
+    given, arrow, result = equation.replace(" ", "").replace("...", ".").partition("->")
+    lists = [[... if index == "." else ord(index) - ord("a") for index in part] for part in (*given.split(","), result)]
+    return lists[:-1], lists[-1] if arrow else None
+
+
+def with_sublists(equation: str, given: list[Tensor]) -> list[Any]:
+    lists, result = sublists(equation)
+    pairs = [item for pair in zip(given, lists, strict=True) for item in pair]
+    return pairs if result is None else [*pairs, result]
+
+
+@pytest.mark.parametrize("equation", CONTRACTIONS)
+def test_a_contraction_is_cast_to_half(half: torch.dtype, equation: str) -> None:
+    given = operands(CONTRACTIONS[equation], FP32)
+    reference = torch.einsum(equation, *(one.to(half) for one in given))
+    autoamp.init(device_type="cpu", dtype=half)
+    for found in (
+        torch.einsum(equation, *given), torch.einsum(equation, given), torch.functional.einsum(equation, *given),
+        torch.einsum(*with_sublists(equation, given)),
+    ):  # fmt: skip
+        assert found.dtype is half
+        assert torch.equal(found, reference)
+
+
+@pytest.mark.parametrize("equation", OTHERS)
+def test_what_contracts_nothing_promotes(half: torch.dtype, equation: str) -> None:
+    dims = OTHERS[equation]
+    for dtypes in ((FP32,), (half,), (half, FP32), (FP32, half)):
+        given = operands(dims, *dtypes)
+        widest = half if all(one.dtype is half for one in given) else FP32
+        reference = torch.einsum(equation, *(one.to(widest) for one in given))
+        autoamp.init(device_type="cpu", dtype=half)
+        for found in (
+            torch.einsum(equation, *given), torch.einsum(equation, given), torch.einsum(*with_sublists(equation, given))
+        ):  # fmt: skip
+            assert found.dtype is widest
+            assert torch.equal(found, reference)
+        autoamp.current_handle().deactivate()
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("fp32", FP32), ("promote", torch.float16), ("none", torch.float16)])
+def test_another_policy_is_that_of_each_equation(policy: str, dtype: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16, lists={policy: ["einsum"]})
+    for equation, dims in (CONTRACTIONS | OTHERS).items():
+        assert torch.einsum(equation, *operands(dims, torch.float16)).dtype is dtype
+
+
+def test_gradients_of_an_outer_product_are_those_of_fp32(half: torch.dtype) -> None:
+    t, inv_freq = torch.arange(4096.0), (1 / 10000 ** (torch.arange(0, 64, 2) / 64)).requires_grad_()
+    reference = torch.autograd.grad(torch.einsum("i,j->ij", t, inv_freq).cos().sum(), inv_freq)
+    autoamp.init(device_type="cpu", dtype=half)
+    found = torch.autograd.grad(torch.einsum("i,j->ij", t, inv_freq).cos().sum(), inv_freq)
+    assert torch.equal(found[0], reference[0])
+
+
+@pytest.mark.parametrize("args", [(), (torch.ones(2), 5), (torch.ones(2), None, [0]), ("i->i",), (5,), ("ij,jk->ik", 3)])
+def test_a_wrong_call_has_torchs_own_error(args: tuple[Any, ...]) -> None:
+    with pytest.raises(Exception) as plain:  # noqa: PT011, B017
+        torch.einsum(*args)
+    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    with pytest.raises(plain.type) as found:
+        torch.einsum(*args)
+    assert str(found.value) == str(plain.value)
+
+
+@pytest.mark.parametrize("style", ["equation", "sublists"])
+def test_a_compiled_einsum_is_cast_alike(style: str) -> None:
+    def outer_and_product(a: Tensor, b: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        if style == "equation":
+            return torch.einsum("i,j->ij", a, b), torch.einsum("i,ij->j", a, m)
+        return torch.einsum(a, [0], b, [1], [0, 1]), torch.einsum(a, [0], m, [0, 1], [1])
+
+    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    given = operands((1, 1, 2), FP32)
+    found = torch.compile(outer_and_product, fullgraph=True, backend="aot_eager")(*given)
+    expected = outer_and_product(*given)
+    assert [one.dtype for one in found] == [FP32, torch.bfloat16]
+    assert all(map(torch.equal, found, expected))
