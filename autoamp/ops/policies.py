@@ -194,7 +194,7 @@ def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> 
 
 
 def _einsum_promoter(einsum: Any, casts: Casts) -> OwnWay:
-    """Return the way of `torch.einsum`: it promotes where it sums no products, as half precision gains nothing there."""
+    """Return the way of `torch.einsum`: without sums of products half precision gains nothing, and it promotes."""
 
     def promote(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented if kwargs or _contracts(args) else einsum(*casts.promote_args(args))

@@ -214,8 +214,8 @@ def _address(tensor: Tensor) -> int:
 def differences(name: str, half_name: str) -> dict[str, str]:
     """Return what differs, by name.
 
-    ``raises``, where torch runs; ``narrower`` dtypes of results, or other ``dtypes``; ``saved``, where it is more. The last two
-    are not told of an op that a list treats otherwise on purpose.
+    ``raises``, where torch runs; ``narrower`` dtypes of results, or other ``dtypes``; ``saved``, where it is more. The
+    last two are not told of an op that a list treats otherwise on purpose.
     """
     half = HALVES[half_name]
     given = [
