@@ -12,8 +12,9 @@ from autoamp.cli.options import DTYPES
 from autoamp.cli.output import aligned
 from autoamp.diagnostics import check_lists, explain
 from autoamp.errors import UsageError
-from autoamp.ops import known_ops
+from autoamp.ops import AutocastDifference, autocast_differences, known_ops
 from autoamp.rules import CastRule, CastTable, check_bare_names, package_tables
+from autoamp.runtime import device_type_of
 
 __all__ = ["lists"]
 
@@ -23,9 +24,9 @@ _NO_OPS = "computes nothing"
 
 def lists(chosen: argparse.Namespace) -> int:
     """Print the rules of this project, or those for some ops. Returns the exit code."""
-    if chosen.check:
-        return _check()
     table = probes.default_table(chosen.set, chosen.device_type, None if chosen.dtype is None else DTYPES[chosen.dtype])
+    if chosen.check:
+        return _check(table, device_type_of(chosen.device_type))
     if chosen.ops:
         sys.stdout.write("".join(f"{explain(table, _checked(name))}\n" for name in chosen.ops))
         return 0
@@ -35,12 +36,31 @@ def lists(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _check() -> int:
+def _check(table: CastTable, device_type: str) -> int:
     differences = check_lists()
     sys.stdout.write("".join(f"{line}\n" for line in differences))
     if not differences:
         sys.stdout.write(f"the shipped lists agree with the public names of torch {torch.__version__}\n")
+    found = autocast_differences(table, device_type)
+    narrower = [one for one in found if one.is_narrower]
+    wider = [one for one in found if not one.is_narrower]
+    sources = ", ".join(table.sources) or "no list"
+    for what, ops in (
+        ("wider here: results are nearer to fp32 than with torch.amp, and take more memory and time", wider),
+        ("narrower here: results take less memory and time than with torch.amp, and are rounded", narrower),
+    ):
+        sys.stdout.write(f"\n{sources}, beside torch.autocast for {device_type}; {what}:\n")
+        sys.stdout.write("".join(f"  {line}\n" for line in _by_reason(ops)) or "  none\n")
     return int(bool(differences))
+
+
+def _by_reason(ops: list[AutocastDifference]) -> list[str]:
+    """Return a line for the ops that have the same policies and the same reason."""
+    lines: dict[str, list[str]] = {}
+    for one in ops:
+        reason = "on no list" if one.rule is None else one.rule.remedy or one.rule.reason or str(one.rule.origin)
+        lines.setdefault(f"{one.here.value}, torch.autocast {one.in_torch.value}; {reason}", []).append(one.op)
+    return [f"{said}: {', '.join(names)}" for said, names in lines.items()]
 
 
 def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:

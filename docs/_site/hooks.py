@@ -34,7 +34,9 @@ _BESIDE = {
 _LANGUAGES = {".py": "python", ".toml": "toml", "": "text"}
 _SHOWN = ("examples/*.py", "lists/*.toml", "LICENSE")
 
-_GENERATED: dict[str, Callable[[], str]] = {"ops": tables.ops, "cli": tables.command_line}
+_GENERATED: dict[str, Callable[[], str]] = {
+    "autocast": tables.autocast, "cli": tables.command_line, "ops": tables.ops
+}  # fmt: skip
 
 
 def _pages() -> dict[str, str]:

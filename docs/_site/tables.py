@@ -6,10 +6,17 @@ import argparse
 import re
 from collections.abc import Iterator
 
+from autoamp.ops import autocast_differences
 from autoamp.rules import CastPolicy, CastRule, CastTable, shipped_sets, shipped_table
 from autoamp_command import parser
 
-__all__ = ["command_line", "ops", "reason_of"]
+__all__ = ["autocast", "command_line", "ops", "reason_of"]
+
+# The shipped sets that a handle uses, and where.
+_PLACES = {
+    "`default`, CUDA": ("default", "cuda"), "`bf16`, CUDA": ("bf16", "cuda"),
+    "`default`, CPU": ("default", "cpu"), "`bf16`, CPU": ("bf16", "cpu"),
+}  # fmt: skip
 
 
 def reason_of(rule: CastRule) -> str:
@@ -76,6 +83,22 @@ def _text(text: str) -> str:
     """Return a text as a cell of a table takes it, its names as code."""
     text = re.sub(r"(?<![`\w])((?:torch\.[\w.]+)|\w*_\w+\*?)(?![`\w])", r"`\1`", text)
     return text.replace("|", "\\|").replace("@", "`@`").replace(" ** ", " `**` ")
+
+
+def autocast() -> str:
+    """Return the differences of the shipped sets from the installed torch's autocast as a table in Markdown."""
+    places: dict[tuple[str, str, str, str], list[str]] = {}
+    for place, (name, device_type) in _PLACES.items():
+        for one in autocast_differences(shipped_table(name, device_type), device_type):
+            reason = "" if one.rule is None else reason_of(one.rule)
+            places.setdefault((one.in_torch.value, one.here.value, reason, one.op), []).append(place)
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for (in_torch, here, reason, op), found in sorted(places.items()):
+        where = "everywhere" if len(found) == len(_PLACES) else "; ".join(found)
+        rows.setdefault((where, in_torch, here, reason), []).append(f"`{op}`")
+    lines = [f"| {where} | {torch} | {here} | {', '.join(ops)} | {_text(why)} |"
+             for (where, torch, here, why), ops in rows.items()]  # fmt: skip
+    return "\n".join(["| where | `torch.autocast` | here | ops | why |", "|---|---|---|---|---|", *sorted(lines)])
 
 
 def command_line() -> str:

@@ -71,7 +71,7 @@ def test_lists_tell_the_reason_and_the_installed_file(place: Path, capsys: pytes
     assert found is not None, asked
     line = Path(found[1]).read_text(encoding="utf-8").splitlines()[int(found[2]) - 1]
     assert (Path(found[1]).name, Path(found[1]).is_absolute()) == ("bf16.toml", True)
-    assert '"softmax"' in line
+    assert '"layer_norm"' in line
     assert line.endswith(found[3])
     # One that is asked for is as it is among all.
     assert autoamp_command.main(["lists", "--dtype", "bf16", "--device-type", "cpu"]) == 0
@@ -89,7 +89,7 @@ def test_all_rules_are_shown_but_names_that_compute_nothing(place: Path, capsys:
         policies[dtype] = dict(line.split()[:2] for line in shown[: shown.index("[modules]")] if line)
         assert not {"Optional", "__dir__"} & policies[dtype].keys()
         assert shown[-2:] == ["[modules]", f"*.head  fp32  {place / 'autoamp.toml'}:3"]
-    assert (policies["fp16"]["softmax"], policies["bf16"]["softmax"]) == ("fp32", "none")
+    assert (policies["fp16"]["layer_norm"], policies["bf16"]["layer_norm"]) == ("fp32", "none")
 
 
 def test_doctor_names_a_broken_list_and_tells_the_rest(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

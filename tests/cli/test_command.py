@@ -536,7 +536,12 @@ def test_a_program_that_sigterm_ends_has_its_summary_and_report(folder: Path, en
 
 def test_lists_are_checked_against_torch(ended: dict[str, Ended]) -> None:
     assert ended["check"].code == 0
-    assert ended["check"].out == f"the shipped lists agree with the public names of torch {torch.__version__}\n"
+    first, _, rest = ended["check"].out.partition("\n")
+    assert first == f"the shipped lists agree with the public names of torch {torch.__version__}"
+    wider, narrower = (rest.partition(mark)[2].partition("\n\n")[0] for mark in ("wider here", "narrower here"))
+    assert ", beside torch.autocast for cpu; " in rest
+    assert "  fp32, torch.autocast none; torch: a sum of exponentials: log_softmax, logsumexp, softmax\n" in wider
+    assert "  none, torch.autocast fp32; selects elements: " in narrower
 
 
 def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

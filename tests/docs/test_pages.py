@@ -119,7 +119,9 @@ def test_what_the_site_makes_of_lists_and_parsers() -> None:
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     # Raises where an entry has no reason.
-    assert "| `softmax` | torch: a sum of exponentials | `bf16`: none, an fp32 accumulator inside" in tables.ops()
+    assert "| `layer_norm` | torch: means and squares over many elements | `bf16`: none (on cpu), kept" in tables.ops()
+    softmax = "| none | fp32 | `log_softmax`, `logsumexp`, `softmax` | torch: a sum of exponentials |"
+    assert f"| `default`, CPU; `bf16`, CPU {softmax}" in tables.autocast()
     said = tables.command_line()
     for command in ("run", "profile", "tune", "bisect", "replay", "doctor", "lists", "report"):
         assert f"## autoamp {command}\n" in said
