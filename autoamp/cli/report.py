@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from autoamp.diagnostics import versions
@@ -37,6 +38,7 @@ class Report:
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
         masters: Whether optimizers step fp32 masters of those in half precision.
         children: How many processes that the program started have a part in these numbers.
+        lists: The files of the lists in force, later ones over earlier ones; empty where no list casts.
         memory: The result of `keep_freed_memory`; None if it was not called.
         peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
         rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
@@ -66,6 +68,7 @@ class Report:
     children: int = 0
     rank: int | None = None
     ranks: int | None = None
+    lists: tuple[str, ...] = ()
     memory: str | None = None
     peak_rss: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
@@ -110,7 +113,14 @@ class Report:
         if self.dtype is None:
             parts = [self._why_no_casts(), *self._memory()]
         else:
-            parts = [*self._casts(), *self._counts(), *self._parameters(), *self._scaling(), *self._memory()]
+            parts = [
+                *self._casts(),
+                *self._counts(),
+                *self._parameters(),
+                *self._scaling(),
+                *self._memory(),
+                *self._lists(),
+            ]
         unmatched = () if self.casts_left_to is not None else self.unmatched.values()
         lines = ["; ".join([*parts, f"{self.seconds:.1f} s"]), *(f"no effect: {why}" for why in unmatched)]
         return "\n".join(f"autoamp: {line}" for line in lines)
@@ -145,6 +155,15 @@ class Report:
         children = f"{self.children} child process{'es' if self.children > 1 else ''} included"
         rank = f"rank {self.rank} of {self.ranks} alone"
         return [who, *([children] if self.children else []), *([rank] if (self.ranks or 1) > 1 else [])]
+
+    def _lists(self) -> list[str]:
+        """Return the files of the lists; one that was found in a parent folder is easily overlooked."""
+        if not self.lists or self.casts_left_to is not None:
+            return []
+        here = Path.cwd()
+        parents = [str(folder / name) for folder in here.parents for name in ("autoamp.toml", "pyproject.toml")]
+        names = (f"{name} of a parent folder" if name in parents else name for name in self.lists)
+        return [f"lists {', '.join(name.removeprefix('lists/').removeprefix(f'{here}/') for name in names)}"]
 
     def _parameters(self) -> list[str]:
         """Return the dtypes of the models' parameters, if some are in half precision."""

@@ -213,6 +213,7 @@ class Run:
             masters=now.optimizers.has_masters,
             rank=_rank_variable("RANK"),
             ranks=_rank_variable("WORLD_SIZE"),
+            lists=now.settings.table.sources if now.settings.enabled else (),
             memory=self._memory,
             peak_rss=peak_rss(),
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from autoamp.cli.output import say, writable
 from autoamp.cli.program_runs import MetricUnknown, program_runs
 from autoamp.errors import UsageError
+from autoamp.rules import load_table, package_tables
 from autoamp.tuning import Search, Survey, list_text, proposals_of, summary_of
 
 __all__ = ["tune"]
@@ -41,8 +42,9 @@ def tune(chosen: argparse.Namespace) -> int:
             say(f"{error}. Nothing was written", wrong=True)
             return 1
         lines = summary_of(survey, search, chosen.metric)
-        extends = _extends(chosen.lists, survey, output.parent)
-        text = list_text(search.chosen, extends, ["Written by autoamp tune.", *lines, ""])
+        extends, others = _extends(chosen.lists, survey, output.parent)
+        heads = ["Written by autoamp tune.", *lines, *(f"tuned on top of [tool.autoamp] in {name}" for name in others)]
+        text = list_text(search.chosen, extends, [*heads, ""])
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -53,11 +55,14 @@ def tune(chosen: argparse.Namespace) -> int:
     return 0 if search.stopped is None else search.stopped.exit_code
 
 
-def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> list[str]:
-    """Return what the list says under ``extends``: nothing where it lies over what applies anyway."""
-    if not lists:
-        return []
+def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> tuple[list[str], list[str]]:
+    """Return the lists that the runs used: the names for ``extends``, and those that no list can extend."""
     base = "bf16" if survey.dtype == "bfloat16" else "default"
-    files = [os.path.relpath(name, folder) if os.path.exists(name) else name for name in lists]
-    named = [name for name in lists if not os.path.exists(name)]
-    return files if named else [base, *files]
+    sources = load_table(list(lists), base=base, device_type=survey.device_type).sources
+    # Lists of packages lie over every base.
+    packages = {str(package.file) for package, _ in package_tables()}
+    shipped = [Path(source).stem for source in sources if source.startswith("lists/")]
+    files = [source for source in sources if not source.startswith("lists/") and source not in packages]
+    projects = [source for source in files if Path(source).name == "pyproject.toml"]
+    names = [*(shipped[1:] or shipped), *(os.path.relpath(file, folder) for file in files if file not in projects)]
+    return names, projects

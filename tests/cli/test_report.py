@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,10 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
             "float16 on cuda (O1); rank 0 of 4 alone; loss scale 65536; 2 of 400 steps skipped;",
         ),
         ({**UNCOUNTED, "rank": 0, "ranks": 1}, "float16 on cuda (O1); loss scale 65536; 2 of 400 steps skipped;"),
+        (
+            {**UNCOUNTED, "lists": ("lists/default.toml", "/elsewhere/autoamp.toml")},
+            "float16 on cuda (O1); loss scale 65536; 2 of 400 steps skipped; lists default.toml, /elsewhere/autoamp.toml;",
+        ),
         ({**NO_CASTS, "opt_level": "O0"}, "no casts (O0);"),
         (
             {**NO_CASTS, "opt_level": "O3"},
@@ -70,6 +75,16 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
 )  # fmt: skip
 def test_summary(changes: dict[str, Any], summary: str) -> None:
     assert replace(REPORT, **changes).summary() == f"autoamp: {summary} 12.3 s"
+
+
+def test_summary_tells_of_a_list_in_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    summaries = [
+        replace(REPORT, lists=(str(file),)).summary() for file in (tmp_path / "autoamp.toml", Path.cwd() / "a.toml")
+    ]
+    assert f"; lists {tmp_path / 'autoamp.toml'} of a parent folder; " in summaries[0]
+    assert "; lists a.toml; " in summaries[1]
 
 
 def test_summary_tells_of_parameters_in_half_precision() -> None:
