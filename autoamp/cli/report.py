@@ -111,16 +111,10 @@ class Report:
     def summary(self) -> str:
         """Return the result as text: a line, and one for each rule that had no effect."""
         if self.dtype is None:
-            parts = [self._why_no_casts(), *self._memory()]
+            parts = [self._why_no_casts()]
         else:
-            parts = [
-                *self._casts(),
-                *self._counts(),
-                *self._parameters(),
-                *self._scaling(),
-                *self._memory(),
-                *self._lists(),
-            ]
+            parts = [*self._casts(), *self._counts(), *self._parameters(), *self._scaling()]
+        parts += [*self._memory(), *self._lists()]
         unmatched = () if self.casts_left_to is not None else self.unmatched.values()
         lines = ["; ".join([*parts, f"{self.seconds:.1f} s"]), *(f"no effect: {why}" for why in unmatched)]
         return "\n".join(f"autoamp: {line}" for line in lines)
@@ -158,7 +152,7 @@ class Report:
 
     def _lists(self) -> list[str]:
         """Return the files of the lists; one that was found in a parent folder is easily overlooked."""
-        if not self.lists or self.casts_left_to is not None:
+        if self.dtype is None or not self.lists or self.casts_left_to is not None:
             return []
         here = Path.cwd()
         parents = [str(folder / name) for folder in here.parents for name in ("autoamp.toml", "pyproject.toml")]

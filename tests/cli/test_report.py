@@ -61,8 +61,8 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
         ),
         ({**UNCOUNTED, "rank": 0, "ranks": 1}, "float16 on cuda (O1); loss scale 65536; 2 of 400 steps skipped;"),
         (
-            {**UNCOUNTED, "lists": ("lists/default.toml", "/elsewhere/autoamp.toml")},
-            "float16 on cuda (O1); loss scale 65536; 2 of 400 steps skipped; lists default.toml, /elsewhere/autoamp.toml;",
+            {**UNCOUNTED, "steps": 1, "skipped": 0, "lists": ("lists/default.toml", "/else/autoamp.toml")},
+            "float16 on cuda (O1); loss scale 65536; 0 of 1 steps skipped; lists default.toml, /else/autoamp.toml;",
         ),
         ({**NO_CASTS, "opt_level": "O0"}, "no casts (O0);"),
         (
