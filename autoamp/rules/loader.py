@@ -270,7 +270,7 @@ def _read_package(package: PackageList) -> CastTable:
     found = _checked_shipped(raw, str(path))
     if found.extends is not None:
         fail(found.source.at("extends"), "a package's list cannot have `extends`; remove it")
-    own = (f"{package.package.partition('.')[0]}.", "torch.ops.")
+    own = (f"{package.library}.", "torch.ops.")
     names = [(rule.target, rule.origin) for rule in found.own.rules]
     for name, origin in (*names, *((rule.pattern, rule.origin) for rule in found.own.modules)):
         if not name.startswith(own):

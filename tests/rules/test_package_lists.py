@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,3 +120,31 @@ def test_ops_of_a_package_may_be_those_that_it_registers_with_torch(tmp_path: Pa
             library.impl("product", torch.clone, "CompositeExplicitAutograd")
             autoamp.init(device_type="cpu", dtype=torch.float16)
             assert torch.ops.mylib.product(torch.ones(2)).dtype is torch.float16
+
+
+def test_the_list_for_torchvision_is_in_force_where_that_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torchvision" / "ops").mkdir(parents=True)
+    (tmp_path / "torchvision" / "__init__.py").touch()
+    names = shipped_data_of_torchvision()["fp32"]
+    functions = "".join(f"def {name.rpartition('.')[2]}(x):\n    return x.dtype\n" for name in names)
+    (tmp_path / "torchvision" / "ops" / "__init__.py").write_text(functions)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    ops = importlib.import_module("torchvision.ops")
+    assert len(names) > 6
+    for name in names:
+        assert getattr(ops, name.rpartition(".")[2])(torch.ones(2).half()) is torch.float32
+    assert main(["lists", "torchvision.ops.nms"]) == 0
+    assert "rules/torchvision/autoamp.toml:" in capsys.readouterr().out
+    for name in ("torchvision.ops", "torchvision"):
+        sys.modules.pop(name)
+
+
+def shipped_data_of_torchvision() -> dict[str, list[str]]:
+    file = Path(autoamp.__file__).parent / "rules" / "torchvision" / "autoamp.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
