@@ -150,7 +150,7 @@ def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype
             kwargs = kwargs or {}
             if func.namespace == "prim":
                 return func(*args, **kwargs)
-            if func is torch.ops.aten._to_copy.default:
+            if func._schema.name == "aten::_to_copy":
                 first.append(kwargs["dtype"])
             names = [argument.name for argument in func._schema.arguments]
             to_single = "half_to_float" in names and args[names.index("half_to_float")]
