@@ -70,10 +70,10 @@ def calls(name: str) -> list[Made]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = list(itertools.islice(op.sample_inputs("cpu", FP32, requires_grad=op.supports_autograd), SAMPLES))
-    return [(_spelled(op), Call.of(_to_cuda((s.input, *s.args)), _to_cuda(s.kwargs))) for s in samples]
+    return [(spelled(op), Call.of(_to_cuda((s.input, *s.args)), _to_cuda(s.kwargs))) for s in samples]
 
 
-def _spelled(op: Any) -> Callable[..., Any]:
+def spelled(op: Any) -> Callable[..., Any]:
     """Return what calls an op by its public name, or by its OpInfo's helper."""
     *path, last = op.name.split(".")
     parent = functools.reduce(lambda at, part: getattr(at, part, None), path, torch)
