@@ -19,6 +19,7 @@ __all__ = [
     "LossScaleError",
     "NonFiniteGradientsError",
     "PatchError",
+    "TapeError",
     "TargetError",
     "UsageError",
     "kind_of",
@@ -85,6 +86,10 @@ class LossScaleError(AutoampError, ValueError):
 
 class CheckpointError(AutoampError, ValueError):
     """A checkpoint is incomplete, not of autoamp, or of a newer version. Nothing was loaded."""
+
+
+class TapeError(AutoampError, ValueError):
+    """A file is not a tape, is damaged, or needs another version; or a tape cannot be saved."""
 
 
 def warn_user(message: str) -> None:

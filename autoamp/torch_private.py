@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +37,11 @@ __all__ = [
     "DispatchMode",
     "FakeTensorMode",
     "autocast_registrations",
+    "OpOverload",
     "compiled_graphs",
     "compiler_callback",
     "current_graph_task",
+    "current_node",
     "dispatch_modes",
     "engine_reaches",
     "flatten",
@@ -55,10 +58,14 @@ __all__ = [
     "mkldnn_enabled",
     "names_of_builtins",
     "normed_weight",
+    "number_of_node",
+    "number_of_nodes",
     "remove_function_mode",
+    "schema_of",
     "start_no_graph",
     "tracing_state",
     "two_in_one",
+    "undisturbed",
     "unflatten",
     "unscale_and_check_",
     "update_scale_",
@@ -160,6 +167,25 @@ autocast_registrations: Callable[[str], list[str]] = _find(
 )
 """The qualified names of the operators that a dispatch key, such as ``"AutocastCPU"``, has kernels for."""
 
+OpOverload: Any = _find("torch._ops.OpOverload", None)
+"""The class of the operators that a `DispatchMode` intercepts; None where it is missing, and then nothing is taped."""
+
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""Returns the schema of an `OpOverload`: its arguments and results, and which of them it writes to."""
+
+_disabled = tuple(
+    _find(f"torch.{name}", contextlib.nullcontext)
+    for name in ("_C.DisableTorchFunction", "_C._DisableAutocast", "utils._python_dispatch._disable_current_modes")
+)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within a ``with`` statement nothing intercepts this thread's calls: no mode, no autocast region, no graph."""
+    with _disabled[0](), _disabled[1](), _disabled[2](), torch.no_grad():
+        yield
+
+
 is_transformed: Callable[[Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor", lambda _: True)
 """Whether a transform of `torch.func` wraps a tensor."""
 
@@ -200,6 +226,15 @@ current_graph_task: Callable[[], int] = _find("torch._C._current_graph_task_id",
 
 TELLS_GRAPH_TASKS = "torch._C._current_graph_task_id" not in MISSING
 """Whether `current_graph_task` is torch's own, so that -1 means that no pass runs."""
+
+current_node: Callable[[], Any] = _find("torch._C._current_autograd_node", lambda: None)
+"""The node of the graph whose backward runs in this thread; None for none."""
+
+number_of_nodes: Callable[[], int] = _find("torch._C._autograd._get_sequence_nr", lambda: -1)
+"""The number that the next node of the graph will have that this thread makes."""
+
+number_of_node: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""Returns the number of a node. Numbers count up in each thread."""
 
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""

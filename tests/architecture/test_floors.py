@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 FLOORS: dict[int, tuple[str, ...]] = {
     1: ("errors", "memory", "tensors", "torch_private"),
     2: ("rules", "patching", "casting", "scaling", "kernels", "half_units"),
-    3: ("inference", "stepping", "formulas"),
+    3: ("inference", "stepping", "formulas", "tape"),
     4: ("ops", "modules", "auto_scaling"),
     5: ("diagnostics",),
     6: ("runtime",),

@@ -1,0 +1,179 @@
+"""Tapes as files: names of operators, plain constants and tensors, which are read without running any code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.errors import TapeError
+from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs
+from autoamp.tape.rerun import typed
+from autoamp.tensors import dtype_name
+from autoamp.torch_private import OpOverload
+
+__all__ = ["load_tape", "save_tape"]
+
+_FORMAT, _VERSION = "autoamp.tape", 1
+_PHASES = ("forward", "backward", "recomputation")
+# Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.
+_NAMESPACES = ("aten", "mkldnn", "torchvision")
+_REFUSED = ("aten::from_file",)
+# What is named in a file, by its type. Each name is looked up in torch.
+_NAMED: dict[str, Any] = {
+    "dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format
+}  # fmt: skip
+
+
+def save_tape(tape: Tape, path: str | os.PathLike[str]) -> None:
+    """Write a tape to a file. It holds the values that the step took from outside, such as weights and inputs.
+
+    Args:
+        tape: A complete tape. No tensor that it read may have been written to since.
+        path: The file.
+
+    Raises:
+        TapeError: The tape cannot run again.
+    """
+    if tape.incomplete is not None or any(event.is_stale for event in tape.events if isinstance(event, Load)):
+        why = tape.incomplete or "a tensor that it has read was written to since"
+        raise TapeError(f"a tape that cannot run again is not saved: {why}")
+    shifts, events = _shown(tape), []
+    for event in tape.events:
+        if isinstance(event, Load):
+            size = event.storage.nbytes() // event.dtype.itemsize
+            start, stop = shifts.get(event.memory, (0, size))
+            shown = typed(event.storage, event.dtype, (size,), (1,), 0)[start:stop].clone()
+            events.append(["load", event.memory, event.is_made, shown])
+        else:
+            values = (event.args, event.kwargs, event.outputs, tuple(event.place))
+            encoded = [_encoded(value, shifts) for value in values]
+            events.append(["op", event.func.name(), *encoded, event.grad, event.phase, event.is_recorded])
+    torch.save(
+        {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__.split("+")[0], "events": events}, path
+    )
+
+
+def load_tape(path: str | os.PathLike[str]) -> Tape:
+    """Read a tape from a file. No code in the file runs, and texts in it are escaped for a terminal.
+
+    Where the machine has no accelerator its tensors are put on the CPU.
+
+    Raises:
+        TapeError: The file is no tape, is damaged, has a newer format or an operator that this torch lacks.
+    """
+    place = None if torch.accelerator.is_available() else "cpu"
+    try:
+        found = torch.load(path, weights_only=True, map_location=place)
+    except OSError as error:
+        raise TapeError(f"{os.fspath(path)!r} cannot be read: {error.strerror}") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TapeError(f"{os.fspath(path)!r} is not a tape: it is no file of plain values and tensors") from error
+    if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        raise TapeError(f"{os.fspath(path)!r} is not a tape: expected the format {_FORMAT!r}")
+    if found.get("version") != _VERSION:
+        version = _escaped(str(found.get("version")))
+        raise TapeError(
+            f"{os.fspath(path)!r} has version {version} of the format, expected {_VERSION}; upgrade autoamp"
+        )
+    tape = Tape()
+    try:
+        for event in found["events"]:
+            tape.events.append(_event(event))
+    except TapeError:
+        raise
+    except Exception as error:
+        raise TapeError(f"{os.fspath(path)!r} is a damaged tape: entry {len(tape.events)} is malformed") from error
+    return tape
+
+
+def _shown(tape: Tape) -> dict[int, tuple[int, int]]:
+    """Return for memories from outside which elements of them the step has seen, of a large data set perhaps a few."""
+    dtypes = {event.memory: event.dtype for event in tape.events if isinstance(event, Load) and not event.is_made}
+    shown: dict[int, tuple[int, int]] = {}
+    for ref in iter_refs([(op.args, op.kwargs, op.outputs) for op in tape.ops]):
+        if dtypes.get(ref.memory) is not ref.dtype:
+            dtypes.pop(ref.memory, None)
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(ref.size, ref.stride, strict=True))
+        start, stop = shown.get(ref.memory, (ref.offset, 0))
+        shown[ref.memory] = min(start, ref.offset), max(stop, ref.offset + last + 1)
+    return {memory: bounds for memory, bounds in shown.items() if memory in dtypes}
+
+
+def _encoded(value: Any, shifts: dict[int, tuple[int, int]]) -> Any:
+    """Return an argument as lists, dicts and plain values; a tuple is a type's name and what makes the value."""
+    if isinstance(value, Ref):
+        offset = value.offset - shifts.get(value.memory, (0, 0))[0]
+        return ("ref", value.memory, dtype_name(value.dtype), list(value.size), list(value.stride), offset)
+    if isinstance(value, (list, tuple)):
+        return [_encoded(item, shifts) for item in value]
+    if isinstance(value, dict):
+        return {name: _encoded(item, shifts) for name, item in value.items()}
+    for name, kind in _NAMED.items():
+        if isinstance(value, kind):
+            return (name, str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return ("device", str(value))
+    return ("complex", value.real, value.imag) if isinstance(value, complex) else value
+
+
+def _decoded(value: Any) -> Any:
+    match value:
+        case ("ref", int(memory), str(dtype), list(size), list(stride), int(offset)):
+            if not all(type(one) is int and one >= 0 for one in (memory, *size, *stride, offset)):
+                raise ValueError(value)
+            return Ref(memory, _named("dtype", dtype), tuple(size), tuple(stride), offset)
+        case ("device", str(name)):
+            return torch.device(name if torch.accelerator.is_available() else "cpu")
+        case ("complex", float(real), float(imaginary)):
+            return complex(real, imaginary)
+        case (str(kind), str(name)) if type(value) is tuple:
+            return _named(kind, name)
+        case list():
+            return [_decoded(item) for item in value]
+        case dict():
+            return {str(name): _decoded(item) for name, item in value.items()}
+        case None | bool() | int() | float() | str():
+            return value
+    raise ValueError(value)
+
+
+def _named(kind: str, name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, _NAMED[kind]):
+        raise ValueError(name)
+    return found
+
+
+def _event(value: Any) -> Load | Op:
+    match value:
+        case ["load", int(memory), bool(is_made), Tensor() as shown] if shown.layout is torch.strided:
+            storage = shown.contiguous().untyped_storage()
+            return Load(memory, shown.dtype, storage, storage, is_made=is_made)
+        case ["op", str(name), list(args), dict(kwargs), outputs, [*place], bool(grad), str(phase), bool(is_recorded)]:
+            texts = [None if text is None else _escaped(text) for text in place]
+            if phase not in _PHASES:
+                raise ValueError(phase)
+            given = tuple(_decoded(args)), _decoded(kwargs), _decoded(outputs)
+            return Op(_operator(name), *given, Place(*texts), grad, phase, is_recorded)
+    raise ValueError(value)
+
+
+def _operator(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    base, _, overload = rest.partition(".")
+    found = None
+    if namespace in _NAMESPACES and f"{namespace}::{base}" not in _REFUSED:
+        found = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
+    if not isinstance(found, OpOverload):
+        raise TapeError(f"the tape has the operator {_escaped(name)!r}, which torch {torch.__version__} lacks")
+    return found
+
+
+def _escaped(text: str) -> str:
+    """Return a text from a file without what a terminal would act on."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)

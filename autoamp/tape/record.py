@@ -1,0 +1,336 @@
+"""Records the operators of a ``with`` statement. It changes nothing: each operator runs once, as it would without.
+
+A dispatch mode sees the operators below autograd and torch's autocast. What it cannot see, such as a kernel that is
+called past the dispatcher, or what another thread computes, is no operator of the tape: its results are values from
+outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autoamp.errors import UsageError
+from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs, ref_to, storage_of, written
+from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
+from autoamp.torch_private import (
+    DispatchMode,
+    OpOverload,
+    compiled_graphs,
+    current_graph_task,
+    current_node,
+    function_of_node,
+    number_of_node,
+    number_of_nodes,
+    schema_of,
+    undisturbed,
+)
+
+__all__ = ["MAX_BYTES", "record"]
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 2**30
+"""How many bytes of values a tape may hold that the program does not."""
+
+Look = Callable[[Op, Any], object]
+"""Called after each operator with its results, while it is recorded."""
+
+# Operators of these namespaces talk to other ranks.
+_COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
+_CONSTANTS = PLAIN_TYPES | {torch.layout, torch.memory_format}
+# With one of these values such an argument keeps an operator that may draw random numbers from doing so.
+_NOT_RANDOM = {"dropout_p": 0.0, "dropout": 0.0, "training": False, "train": False}
+
+
+class _Kind(NamedTuple):
+    """What an operator's schema says.
+
+    Attributes:
+        draws: Whether it may draw random numbers.
+        switches: By place, the values of arguments with which it draws none.
+        is_collective: Whether it talks to other ranks.
+        moves: Whether it makes a tensor show another memory, which the next `Ref` of it tells.
+    """
+
+    draws: bool
+    switches: dict[int, Any]
+    is_collective: bool
+    moves: bool
+
+
+@functools.cache
+def _kind_of(func: Any) -> _Kind:
+    schema = schema_of(func)
+    return _Kind(
+        torch.Tag.nondeterministic_seeded in func.tags,
+        {place: _NOT_RANDOM[one.name] for place, one in enumerate(schema.arguments) if one.name in _NOT_RANDOM},
+        func.namespace in _COLLECTIVES,
+        schema.name == "aten::set_",
+    )
+
+
+class _NotOnTape(Exception):
+    """An operator cannot be recorded. The message says why."""
+
+
+class _Memories:
+    """The memories of a tape, and what is known of their values.
+
+    Args:
+        tape: Where values from outside go.
+        limit: How many bytes it may hold.
+    """
+
+    def __init__(self, tape: Tape, limit: int) -> None:
+        self._tape = tape
+        self._limit = limit
+        self._numbers = tape.memories
+        self._versions: list[int] = []
+        self._loads: dict[int, Load] = {}
+        # Their values were written by what the tape cannot run again.
+        self._unknown: set[int] = set()
+        self._made: set[int] = set()
+
+    def read(self, tensor: Tensor) -> Ref:
+        """Return the `Ref` of an argument. A value that no operator made is loaded."""
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise _NotOnTape(f"a tensor is a {kind.__name__}")
+        if tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
+            raise _NotOnTape("a tensor is conjugated or negated lazily, or has no values")
+        number = self._numbers.get(StorageWeakRef(storage_of(tensor)))
+        if number is None:
+            number = self._add(tensor)
+            self._load(number, tensor)
+        elif number in self._unknown or (version_of(tensor) or 0) > self._versions[number]:
+            self._load(number, tensor)
+        return ref_to(number, tensor)
+
+    def keep(self, number: int) -> None:
+        """Keep the value that a memory was loaded with: an operator is about to write to it."""
+        load = self._loads.get(number)
+        if load is not None:
+            with undisturbed():
+                self._grow(load.keep())
+
+    def made(self, tensor: Tensor, *, is_recorded: bool, is_write: bool = False) -> Ref:
+        """Return the `Ref` of a result, or of an argument that was written to."""
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise _NotOnTape(f"a result is a {kind.__name__}")
+        number = self._numbers.get(StorageWeakRef(storage_of(tensor)))
+        if number is None:
+            number = self._add(tensor)
+            self._made.add(number)
+        # torch counts a write once the operator has returned to autograd.
+        self._versions[number] = max(self._versions[number], (version_of(tensor) or 0) + is_write)
+        if is_recorded:
+            self._unknown.add(number)
+        return ref_to(number, tensor)
+
+    def _add(self, tensor: Tensor) -> int:
+        # A storage that is referred to weakly keeps its address to itself, so that no other one has it later.
+        number = self._numbers[StorageWeakRef(storage_of(tensor))] = len(self._versions)
+        self._versions.append(version_of(tensor) or 0)
+        return number
+
+    def _load(self, number: int, tensor: Tensor) -> None:
+        is_made, storage = number in self._made, storage_of(tensor)
+        # A tensor with a graph would keep that alive.
+        owner = tensor if tensor.grad_fn is None and not is_made else None
+        load = Load(number, tensor.dtype, storage, storage, owner, version_of(tensor), is_made)
+        self._loads[number] = load
+        self._tape.events.append(load)
+        self._unknown.discard(number)
+        self._versions[number] = max(self._versions[number], version_of(tensor) or 0)
+        if is_made:
+            self._grow(storage.nbytes())
+
+    def _grow(self, size: int) -> None:
+        self._tape.nbytes += size
+        if self._tape.nbytes > self._limit:
+            raise _NotOnTape(f"the tape would hold more than {self._limit / 2**20:g} MiB")
+
+
+class _Recorder(DispatchMode or object):  # type: ignore[misc]
+    """The mode that records.
+
+    Args:
+        tape: Where operators go.
+        where: Returns the place that is calling now.
+        look: See `record`.
+        limit: How many bytes the tape may hold.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: int) -> None:
+        super().__init__()
+        self._tape = tape
+        self._where = where
+        self._look = look
+        self._memories = _Memories(tape, limit)
+        # By the number of a node of the graph: the operator that made it, and where that was called.
+        self._nodes: dict[int, tuple[str, Place]] = {}
+        # A backward pass on a device runs in a thread of its own, which has this mode too.
+        self._lock = threading.RLock()
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile as it does without a mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = None
+        if self._tape.incomplete is None:
+            with self._guarded():
+                before = self._begin(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if before is not None and self._tape.incomplete is None:
+            with self._guarded():
+                self._end(before, args, kwargs, result)
+        return result
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Let no error reach the program: the tape ends here, and says why."""
+        try:
+            with self._lock:
+                yield
+        except _NotOnTape as reason:
+            self._tape.incomplete = str(reason)
+        except NotImplementedError:
+            # So do sparse and opaque tensors answer who asks for their memory.
+            self._tape.incomplete = "a tensor has no memory of its own, as a sparse one"
+        except Exception as error:
+            log.debug("a tape ends early", exc_info=True)
+            self._tape.incomplete = f"the recording failed: {type(error).__name__}: {error}"
+
+    def _begin(self, func: Any, args: Any, kwargs: Any) -> Op:
+        if not isinstance(func, OpOverload):
+            raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
+        kind = _kind_of(func)
+        is_recorded = kind.is_collective or (kind.draws and _may_draw(kind, args))
+        refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
+        for ref in iter_refs(refs if kind.is_collective else written(func, *refs)):
+            self._memories.keep(ref.memory)
+        place, phase = self._place(str(schema_of(func).name), args)
+        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded)
+
+    def _refs(self, value: Any, is_recorded: bool) -> Any:
+        """Return an argument with `Ref` in the place of tensors. An operator that is recorded needs no others."""
+        if isinstance(value, Tensor):
+            return self._memories.read(value)
+        if type(value) in _CONSTANTS:
+            return value
+        if isinstance(value, (list, tuple)):
+            return [self._refs(item, is_recorded) for item in value]
+        if is_recorded:
+            return None
+        raise _NotOnTape(f"an argument is a {type(value).__name__}")
+
+    def _end(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
+        kind = _kind_of(op.func)
+        if kind.moves:
+            return
+        read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
+        writes = list(iter_tensors((args, kwargs) if kind.is_collective else written(op.func, args, kwargs)))
+        for tensor in writes:
+            self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
+        op.outputs = self._results(result, op.is_recorded)
+        outputs = [ref.memory for ref in iter_refs(op.outputs)]
+        if writes or any(number not in read for number in outputs):
+            if op.name == "aten::native_dropout":
+                # In fp32 it runs again by its mask, which has to be known by then.
+                self._refs(result, is_recorded=True)
+            self._tape.events.append(op)
+            if self._look is not None:
+                self._look(op, result)
+
+    def _results(self, result: Any, is_recorded: bool) -> Any:
+        if isinstance(result, Tensor):
+            return self._memories.made(result, is_recorded=is_recorded)
+        if isinstance(result, (list, tuple)):
+            return [self._results(item, is_recorded) for item in result]
+        return None
+
+    def _place(self, name: str, args: Any) -> tuple[Place, str]:
+        """Return where an operator is called, and the phase of the step."""
+        in_backward, grad = current_graph_task() != -1, torch.is_grad_enabled()
+        if in_backward and not grad:
+            return self._place_of_node(current_node()), "backward"
+        place = self._where()
+        if grad and threading.get_ident() == self._thread and any(one.requires_grad for one in iter_tensors(args)):
+            # The node was made just before.
+            self._nodes.setdefault(number_of_nodes() - 1, (name, place))
+        return place, "recomputation" if in_backward else "forward"
+
+    def _place_of_node(self, node: Any) -> Place:
+        """Return the place of a node of the graph. It is unknown in doubt: a wrong line is worse than none."""
+        function = None if node is None else function_of_node(node)
+        if function is not None:
+            # The program's line is in its backward function, if that is not torch's.
+            return Place() if function.__module__.partition(".")[0] in ("torch", "autoamp") else self._where()
+        made_by, place = self._nodes.get(-1 if node is None else number_of_node(node), ("", Place()))
+        return place if made_by and _made_by(node, made_by) else Place()
+
+
+def _made_by(node: Any, name: str) -> bool:
+    """Whether a node can be that of an operator, as ``NllLossBackward0`` is that of ``nll_loss_forward``."""
+    stem = node.name().lower().partition("backward")[0]
+    return bool(stem) and name.partition("::")[2].replace("_", "").startswith(stem)
+
+
+def _may_draw(kind: _Kind, args: Any) -> bool:
+    return not any(place < len(args) and args[place] == value for place, value in kind.switches.items())
+
+
+def _nowhere() -> Place:
+    return Place()
+
+
+@contextlib.contextmanager
+def record(
+    where: Callable[[], Place] = _nowhere, *, look: Look | None = None, limit: int = MAX_BYTES
+) -> Iterator[Tape]:
+    """Record the operators of this thread in a ``with`` statement, and those of its backward passes.
+
+    Enter and leave it within one call: a dispatch mode that outlives a call of the program changes how torch.compile
+    compiles. A call of compiled code runs as it does without; its operators are not on the tape.
+
+    Args:
+        where: Returns the place that calls now. It is called for each operator of a forward pass.
+        look: Called after each operator, with the `Op` and its results. It must not keep or change these.
+        limit: How many bytes the tape may hold that the program does not; the tape is incomplete from there on.
+
+    Yields:
+        The tape. Read `Tape.incomplete` after the ``with`` statement.
+
+    Raises:
+        UsageError: This torch does not show operators.
+    """
+    if DispatchMode is None or OpOverload is None:
+        raise UsageError(
+            "expected torch.utils._python_dispatch.TorchDispatchMode and torch._ops.OpOverload, which show operators; "
+            f"torch {torch.__version__} lacks them"
+        )
+    tape, graphs = Tape(), compiled_graphs()
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        tape.incomplete = "a CUDA graph is being captured"
+    try:
+        with _Recorder(tape, where, look, limit):
+            yield tape
+    finally:
+        if compiled_graphs() != graphs:
+            tape.incomplete = tape.incomplete or "torch.compile has made code"

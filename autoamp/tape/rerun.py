@@ -1,0 +1,197 @@
+"""Runs a tape again, on copies: no code of the program, no module, hook, random state or collective is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.tape.contents import Load, Op, Ref, Tape, iter_refs, writes_of
+from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.torch_private import undisturbed
+
+__all__ = ["CannotRerun", "Rerun", "everything", "nothing", "typed"]
+
+
+class CannotRerun(Exception):
+    """A tape cannot run again. The message says why."""
+
+
+def nothing(op: Op) -> bool:
+    """Choose no operator for fp32: the tape runs as it was."""
+    return False
+
+
+def everything(op: Op) -> bool:
+    """Choose every operator for fp32."""
+    return True
+
+
+@dataclass(eq=False, slots=True)
+class _Cell:
+    """The value of a memory.
+
+    Attributes:
+        storage: The value.
+        recorded: The dtype of its elements on the tape.
+        dtype: That of its elements here: fp32 where ``recorded`` is a half dtype and the value was computed in fp32.
+        is_borrowed: Whether the storage is the tape's, which must not change.
+        exact: A result of another size than on the tape, as a workspace has in fp32, and the `Ref` that stands for it.
+    """
+
+    storage: torch.UntypedStorage
+    recorded: torch.dtype
+    dtype: torch.dtype
+    is_borrowed: bool = False
+    exact: tuple[Ref, Tensor] | None = None
+
+    def whole(self) -> Tensor:
+        """Return all elements."""
+        return typed(self.storage, self.dtype, (self.storage.nbytes() // self.dtype.itemsize,), (1,), 0)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert all elements."""
+        if dtype is not self.dtype:
+            self.storage, self.dtype, self.is_borrowed = self.whole().to(dtype).untyped_storage(), dtype, False
+
+    def view(self, ref: Ref, dtype: torch.dtype, *, writes: bool) -> Tensor:
+        """Return a tensor of this memory in a dtype; a part of it if it is written to, else perhaps a copy."""
+        if self.exact is not None and self.exact[0] == ref:
+            return self.exact[1]
+        if ref.dtype is not self.recorded and self.dtype is not self.recorded:
+            raise CannotRerun("the bits of half tensors are read in another dtype")
+        if writes:
+            if ref.dtype is self.recorded:
+                self.convert(dtype)
+            if self.is_borrowed:
+                self.storage, self.is_borrowed = self.storage.clone(), False
+        own = self.dtype if ref.dtype is self.recorded else ref.dtype
+        return typed(self.storage, own, ref.size, ref.stride, ref.offset).to(dtype)
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> Tensor:
+    """Return a tensor on a storage."""
+    last = sum((many - 1) * step for many, step in zip(size, stride, strict=True))
+    if 0 not in size and (offset + last + 1) * dtype.itemsize > storage.nbytes():
+        raise CannotRerun("a tensor is larger than its memory")
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+class Rerun:
+    """A run of a tape. Iterate over it: it yields each operator after it has run, with its arguments and results.
+
+    The results of an operator that was recorded, such as a random one, are None: their values are loaded when they are
+    first used. An operator that is chosen for fp32 takes its half arguments in fp32, and its results stay fp32 until an
+    operator that is not chosen takes them.
+
+    Args:
+        tape: The tape.
+        in_fp32: Whether to run an operator in fp32.
+
+    Raises:
+        CannotRerun: The tape is incomplete; while it runs: a tensor was written to since, or an operator cannot run.
+    """
+
+    def __init__(self, tape: Tape, in_fp32: Callable[[Op], bool] = nothing) -> None:
+        if tape.incomplete is not None:
+            raise CannotRerun(tape.incomplete)
+        self._tape = tape
+        self._in_fp32 = in_fp32
+        self._cells: dict[int, _Cell] = {}
+
+    def __iter__(self) -> Iterator[tuple[Op, tuple[list[Any], dict[str, Any]], Any]]:
+        for event in self._tape.events:
+            if isinstance(event, Load):
+                self._load(event)
+                continue
+            wide = self._in_fp32(event)
+            if event.is_recorded and not (wide and event.name == "aten::native_dropout"):
+                yield event, ([], {}), None
+                continue
+            # Some kernels look at the grad mode. No tensor here requires gradients, so that no graph is made.
+            with undisturbed(), torch.set_grad_enabled(event.grad):
+                given, results = self._run(event, wide)
+            yield event, given, results
+
+    def finish(self) -> Rerun:
+        """Run to the end, and return itself."""
+        for _ in self:
+            pass
+        return self
+
+    def value(self, ref: Ref) -> Tensor:
+        """Return the value of a tensor of the step at this point of the run, in the dtype in which it was computed."""
+        with undisturbed():
+            cell = self._cells[ref.memory]
+            return cell.view(ref, cell.dtype if ref.dtype is cell.recorded else ref.dtype, writes=False).clone()
+
+    def _load(self, load: Load) -> None:
+        if load.is_stale:
+            raise CannotRerun("a tensor that the step has read was written to since")
+        self._cells[load.memory] = _Cell(load.storage, load.dtype, load.dtype, is_borrowed=True)
+
+    def _run(self, op: Op, wide: bool) -> tuple[tuple[list[Any], dict[str, Any]], Any]:
+        writes = writes_of(op.func)
+        args = [self._given(value, wide, place in writes) for place, value in enumerate(op.args)]
+        kwargs = {name: self._given(value, wide, name in writes) for name, value in op.kwargs.items()}
+        if wide and op.name in ("aten::_softmax", "aten::_log_softmax"):
+            # Whether to make an fp32 result of a half argument, which is fp32 already.
+            args[2] = False
+        try:
+            results = self._call(op, args, kwargs)
+        except CannotRerun:
+            raise
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            raise CannotRerun(f"{op.name} cannot run{' in fp32' * wide}: {first}") from error
+        return (args, kwargs), results
+
+    def _call(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and let its results be the values of the memories that it made."""
+        if op.is_recorded:
+            mask = self.value(op.outputs[1])
+            results: Any = [args[0] * mask * (1.0 / (1.0 - args[1]) if args[1] < 1.0 else 0.0), mask]
+        else:
+            results = op.func(*args, **kwargs)
+        read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
+        taken = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((args, kwargs))}
+        self._take(op, op.outputs, results, read, taken)
+        return results
+
+    def _given(self, value: Any, wide: bool, writes: bool) -> Any:
+        """Return an argument: tensors for what refers to them, and fp32 for a half dtype in an fp32 run."""
+        if type(value) is Ref:
+            if (cell := self._cells.get(value.memory)) is None:
+                raise CannotRerun("a value is missing")
+            return cell.view(value, _dtype(value.dtype, wide), writes=writes)
+        if isinstance(value, list):
+            return [self._given(item, wide, writes) for item in value]
+        return _dtype(value, wide) if isinstance(value, torch.dtype) else value
+
+    def _take(self, op: Op, refs: Any, results: Any, read: set[int], taken: set[int]) -> None:
+        """Let results be the values of the memories that the operator made."""
+        if isinstance(refs, list):
+            for ref, result in zip(refs, results, strict=True):
+                self._take(op, ref, result, read, taken)
+        elif isinstance(refs, Ref) and refs.memory not in read:
+            if op.is_empty:
+                results.zero_()
+            storage, exact = results.untyped_storage(), None
+            if tuple(results.size()) != refs.size:
+                exact = refs, results
+            elif (results.stride(), results.storage_offset()) != (refs.stride, refs.offset) or (
+                storage.data_ptr() in taken
+            ):
+                # Another kernel lays its result out in another way, or returns its argument as it is.
+                last = sum((size - 1) * stride for size, stride in zip(refs.size, refs.stride, strict=True))
+                room = torch.empty(refs.offset + max(last, 0) + 1, dtype=results.dtype, device=results.device)
+                room.as_strided(refs.size, refs.stride, refs.offset).copy_(results)
+                storage = room.untyped_storage()
+            self._cells[refs.memory] = _Cell(storage, refs.dtype, results.dtype, exact=exact)
+
+
+def _dtype(dtype: torch.dtype, wide: bool) -> torch.dtype:
+    return torch.float32 if wide and dtype in HALF_DTYPES else dtype
