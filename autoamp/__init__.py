@@ -19,6 +19,7 @@ from autoamp.errors import (
     LossScaleError,
     NonFiniteGradientsError,
     PatchError,
+    TapeError,
     TargetError,
     UsageError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "PatchError",
     "Region",
     "StaticLossScaler",
+    "TapeError",
     "TargetError",
     "UsageError",
     "current_handle",

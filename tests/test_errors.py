@@ -31,6 +31,7 @@ def test_every_error_is_an_autoamp_error(name: str) -> None:
         ("UsageError", RuntimeError),
         ("NonFiniteGradientsError", RuntimeError),
         ("CheckpointError", ValueError),
+        ("TapeError", ValueError),
     ],
 )
 def test_every_error_is_of_the_built_in_kind_that_callers_expect(name: str, kind: type[Exception]) -> None:

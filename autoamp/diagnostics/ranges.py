@@ -27,7 +27,7 @@ from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorOb
 from autoamp.diagnostics.tables import as_table
 from autoamp.scaling import local_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, map_tensors
-from autoamp.torch_private import current_graph_task
+from autoamp.torch_private import current_graph_task, schema_of
 
 __all__ = ["OpRange", "RangeProfile", "ValueProfile", "relative_error"]
 
@@ -127,7 +127,8 @@ class ValueProfile(OperatorObserver):
             return None
         outputs, name = readable_tensors(result), func.name().partition(".")[0]
         # A view computes nothing, and an operator without floating arguments only makes values.
-        is_view = any(found.alias_info is not None and not found.alias_info.is_write for found in func._schema.returns)
+        aliases = [found.alias_info for found in schema_of(func).returns]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if is_view or not outputs or not readable_tensors((args, kwargs)) or name.startswith(_MAKERS):
             return None
         if in_scaling(sys._getframe(1)):
@@ -216,7 +217,7 @@ class RangeProfile(ValueProfile):
 
     def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         """Run one of the first calls again on half arguments, unless it writes to them or draws random numbers."""
-        if row.compared >= _COMPARED or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        if row.compared >= _COMPARED or schema_of(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             return
         row.compared += 1
         for dtype in HALF_DTYPES:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autoamp.casting import CastArgs, Casts, cast_call
 from autoamp.tensors import iter_tensors, map_tensors
+from autoamp.torch_private import schema_of
 
 __all__ = ["Mutation", "build_inplace", "build_mutating", "into_out", "mutation_of"]
 
@@ -66,7 +67,7 @@ def mutation_of(original: Any) -> Mutation | None:
         return Mutation(("self",), itself=True)
     if not in_python:
         op: Any = getattr(torch.ops.aten, name, None) if name.endswith(("_norm", "_counts", "_stats")) else None
-        arguments = tuple(one.name for one in op.default._schema.arguments) if hasattr(op, "default") else ()
+        arguments = tuple(one.name for one in schema_of(op.default).arguments) if hasattr(op, "default") else ()
         return Mutation(arguments, frozenset(_STATISTICS)) if "running_mean" in arguments else None
     parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
     if "inplace" in parameters:

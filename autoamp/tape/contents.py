@@ -81,7 +81,11 @@ class Load:
     @property
     def is_stale(self) -> bool:
         """Whether the program has written to the storage since."""
-        return self.owner is not None and version_of(self.owner) != self.version
+        with undisturbed():
+            if self.owner is None or version_of(self.owner) == self.version:
+                return False
+            # After ``owner.data = other`` its writes are to another storage.
+            return storage_of(self.owner).data_ptr() == self.origin.data_ptr()
 
 
 @dataclass(eq=False, slots=True)
@@ -140,8 +144,9 @@ class Tape:
 
     def find(self, tensor: Tensor) -> Ref | None:
         """Return what the tape calls a tensor of the program; None if no operator read or made its memory."""
-        number = self.memories.get(StorageWeakRef(storage_of(tensor)))
-        return None if number is None else ref_to(number, tensor)
+        with undisturbed():
+            number = self.memories.get(StorageWeakRef(storage_of(tensor)))
+            return None if number is None else ref_to(number, tensor)
 
     def undo(self) -> None:
         """Write to each tensor from outside that the step wrote to the value that it had before.
@@ -168,7 +173,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 def ref_to(memory: int, tensor: Tensor) -> Ref:
     """Return the `Ref` of a tensor in a memory."""
-    return Ref(memory, tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.storage_offset())
+    return Ref(memory, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
 
 
 def iter_refs(value: Any) -> Iterator[Ref]:

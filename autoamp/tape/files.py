@@ -13,7 +13,7 @@ from autoamp.errors import TapeError
 from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs
 from autoamp.tape.rerun import typed
 from autoamp.tensors import dtype_name
-from autoamp.torch_private import OpOverload
+from autoamp.torch_private import OpOverload, undisturbed
 
 __all__ = ["load_tape", "save_tape"]
 
@@ -46,7 +46,8 @@ def save_tape(tape: Tape, path: str | os.PathLike[str]) -> None:
         if isinstance(event, Load):
             size = event.storage.nbytes() // event.dtype.itemsize
             start, stop = shifts.get(event.memory, (0, size))
-            shown = typed(event.storage, event.dtype, (size,), (1,), 0)[start:stop].clone()
+            with undisturbed():
+                shown = typed(event.storage, event.dtype, (stop - start,), (1,), start).clone()
             events.append(["load", event.memory, event.is_made, shown])
         else:
             values = (event.args, event.kwargs, event.outputs, tuple(event.place))

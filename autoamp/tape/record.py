@@ -32,6 +32,7 @@ from autoamp.torch_private import (
     number_of_nodes,
     schema_of,
     undisturbed,
+    without_function_modes,
 )
 
 __all__ = ["MAX_BYTES", "record"]
@@ -56,13 +57,13 @@ class _Kind(NamedTuple):
 
     Attributes:
         draws: Whether it may draw random numbers.
-        switches: By place, the values of arguments with which it draws none.
+        switches: By place, the value of an argument with which it draws none, and its default.
         is_collective: Whether it talks to other ranks.
         moves: Whether it makes a tensor show another memory, which the next `Ref` of it tells.
     """
 
     draws: bool
-    switches: dict[int, Any]
+    switches: dict[int, tuple[Any, Any]]
     is_collective: bool
     moves: bool
 
@@ -72,7 +73,11 @@ def _kind_of(func: Any) -> _Kind:
     schema = schema_of(func)
     return _Kind(
         torch.Tag.nondeterministic_seeded in func.tags,
-        {place: _NOT_RANDOM[one.name] for place, one in enumerate(schema.arguments) if one.name in _NOT_RANDOM},
+        {
+            place: (_NOT_RANDOM[one.name], one.default_value)
+            for place, one in enumerate(schema.arguments)
+            if one.name in _NOT_RANDOM
+        },
         func.namespace in _COLLECTIVES,
         schema.name == "aten::set_",
     )
@@ -105,8 +110,8 @@ class _Memories:
         kind = type(tensor)
         if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise _NotOnTape(f"a tensor is a {kind.__name__}")
-        if tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
-            raise _NotOnTape("a tensor is conjugated or negated lazily, or has no values")
+        if tensor.is_conj() or tensor.is_neg():
+            raise _NotOnTape("a tensor is conjugated or negated lazily")
         number = self._numbers.get(StorageWeakRef(storage_of(tensor)))
         if number is None:
             number = self._add(tensor)
@@ -206,7 +211,8 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
     def _guarded(self) -> Iterator[None]:
         """Let no error reach the program: the tape ends here, and says why."""
         try:
-            with self._lock:
+            # torch hands even a look at an attribute of a tensor to function modes of the program.
+            with self._lock, without_function_modes():
                 yield
         except _NotOnTape as reason:
             self._tape.incomplete = str(reason)
@@ -217,9 +223,12 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
             log.debug("a tape ends early", exc_info=True)
             self._tape.incomplete = f"the recording failed: {type(error).__name__}: {error}"
 
-    def _begin(self, func: Any, args: Any, kwargs: Any) -> Op:
+    def _begin(self, func: Any, args: Any, kwargs: Any) -> Op | None:
         if not isinstance(func, OpOverload):
             raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
+        if any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
+            # It computes no values.
+            return None
         kind = _kind_of(func)
         is_recorded = kind.is_collective or (kind.draws and _may_draw(kind, args))
         refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
@@ -242,7 +251,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
 
     def _end(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
         kind = _kind_of(op.func)
-        if kind.moves:
+        if kind.moves or any(tensor.is_meta for tensor in iter_tensors(result)):
             return
         read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
         writes = list(iter_tensors((args, kwargs) if kind.is_collective else written(op.func, args, kwargs)))
@@ -293,7 +302,8 @@ def _made_by(node: Any, name: str) -> bool:
 
 
 def _may_draw(kind: _Kind, args: Any) -> bool:
-    return not any(place < len(args) and args[place] == value for place, value in kind.switches.items())
+    given = ((args[place] if place < len(args) else default, off) for place, (off, default) in kind.switches.items())
+    return not any(value == off for value, off in given)
 
 
 def _nowhere() -> Place:

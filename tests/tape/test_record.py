@@ -1,0 +1,206 @@
+"""What a recording sees, and where it says that it has not seen all."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoamp.tape import CannotRerun, Place, Rerun, Tape, record
+
+
+def last_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
+    ref = tape.find(tensor)
+    assert ref is not None
+    return Rerun(tape).finish().value(ref)
+
+
+# -- values that no operator made --
+
+
+def test_write_that_torch_counts_and_no_operator_made() -> None:
+    x = torch.ones(3)
+
+    def write() -> None:
+        x.add_(1)
+
+    with record() as tape:
+        before = x * 2
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        after = x * 2
+    with pytest.raises(CannotRerun, match="written to since"):
+        Rerun(tape).finish()
+    assert before.tolist() == [2.0] * 3
+    assert after.tolist() == [4.0] * 3
+
+
+def test_random_result_that_is_written_to() -> None:
+    with record() as tape:
+        noise = torch.rand(5)
+        noise[1:].mul_(2)
+        result = noise + 1
+    assert torch.equal(last_value(tape, result), result)
+    assert {op.name for op in tape.ops if op.is_recorded} == {"aten::rand"}
+
+
+def test_address_that_is_used_again() -> None:
+    with record() as tape:
+        total = torch.zeros(1000)
+        for number in range(20):
+            total = total + torch.full((1000,), float(number)).sin()
+    assert torch.equal(last_value(tape, total), total)
+
+
+def test_attention_without_dropout_is_not_random() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    with record() as tape:
+        result = F.scaled_dot_product_attention(q, q, q)
+    assert not any(op.is_recorded for op in tape.ops)
+    assert torch.equal(last_value(tape, result), result)
+
+
+def test_results_of_collectives_are_recorded_and_not_computed_again() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with record() as tape:
+            x = torch.ones(4) * 3
+            dist.all_reduce(x)
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            result = x * 2
+    finally:
+        dist.destroy_process_group()
+    assert tape.incomplete is None
+    assert [op.name for op in tape.ops if op.is_recorded] == ["c10d::allreduce_"] * 2
+    assert torch.equal(last_value(tape, result), result)
+
+
+def test_step_that_is_undone() -> None:
+    norm, outside, fresh = torch.nn.BatchNorm1d(4), torch.zeros(4), []
+    before = [buffer.clone() for buffer in norm.buffers()]
+    with record() as tape:
+        norm(torch.randn(8, 4))
+        outside.view(2, 2)[0] += 1
+        norm.weight.data.mul_(2)
+        fresh.append(torch.zeros(2).add_(1))
+    assert int(norm.num_batches_tracked) == 1
+    tape.undo()
+    assert all(map(torch.equal, norm.buffers(), before))
+    assert outside.tolist() == [0.0] * 4
+    assert norm.weight.tolist() == [1.0] * 4
+    assert fresh[0].tolist() == [1.0, 1.0]
+
+
+# -- places and phases --
+
+
+def test_operators_of_a_backward_pass_have_the_place_of_the_forward_operator() -> None:
+    here = ["a"]
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    with record(lambda: Place(here[0])) as tape:
+        y = x @ w
+        here[0] = "b"
+        loss = y.exp().sum()
+        here[0] = "backward"
+        loss.backward()
+    places = {(op.name, op.phase): op.place.function for op in tape.ops}
+    assert places["aten::mm", "forward"] == places["aten::mm", "backward"] == "a"
+    assert places["aten::exp", "forward"] == places["aten::mul", "backward"] == "b"
+    assert {name for name, place in places.items() if place == "backward"} == {("aten::ones_like", "forward")}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again(reentrant: bool) -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    with record() as tape:
+        y = checkpoint(lambda x: torch.tanh(x @ w).exp(), w * 2, use_reentrant=reentrant)
+        y.sum().backward()
+    phases = [op.phase for op in tape.ops if op.name == "aten::tanh"]
+    assert phases == ["forward", "recomputation"]
+    assert w.grad is not None
+    assert torch.equal(last_value(tape, w.grad), w.grad)
+
+
+# -- beside other modes --
+
+
+def test_selective_checkpoint() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    with record() as tape:
+        context = partial(create_selective_checkpoint_contexts, policy)
+        y = checkpoint(lambda x: torch.tanh(x @ w), w * 2, use_reentrant=False, context_fn=context)
+        y.sum().backward()
+    assert w.grad is not None
+    assert torch.equal(last_value(tape, w.grad), w.grad)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_flop_counter(inside: bool) -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    counter = FlopCounterMode(display=False)
+    outer, inner = (record(), counter) if inside else (counter, record())
+    with outer as one, inner as other:
+        (w @ w).sum().backward()
+    tape = one if inside else other
+    assert counter.get_total_flops() == 3 * 2 * 4**3
+    assert w.grad is not None
+    assert torch.equal(last_value(tape, w.grad), w.grad)
+
+
+# -- incomplete tapes --
+
+
+def compiles() -> None:
+    torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (lambda: TwoTensor(torch.ones(2), torch.ones(2)) + 1, "a tensor is a TwoTensor"),
+        (lambda: torch.ones(2, 2).to_sparse() * 2, "a tensor has no memory of its own"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj().clone(), "conjugated"),
+        (lambda: torch.ones(2**20).add(1) + torch.rand(2**20), "the tape would hold more than 1 MiB"),
+        (compiles, "torch.compile has made code"),
+    ],
+)
+def test_incomplete_tape_says_why(program, reason: str) -> None:
+    with record(limit=2**20) as tape:
+        program()
+    assert reason in (tape.incomplete or "")
+    with pytest.raises(CannotRerun, match=reason.partition(" ")[0]):
+        Rerun(tape)
+
+
+def test_error_of_the_program_leaves_the_recording() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), record():
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    with record() as tape:
+        torch.ones(2) + 1
+    assert [op.name for op in tape.ops] == ["aten::ones", "aten::add"]
+
+
+def test_backward_pass_of_another_thread_is_not_on_the_tape_and_its_results_are() -> None:
+    w = torch.randn(4, requires_grad=True)
+    with record() as tape:
+        loss = (w * w).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        assert w.grad is not None
+        result = w.grad * 2
+    assert {op.phase for op in tape.ops} == {"forward"}
+    assert torch.equal(last_value(tape, result), result)

@@ -1,0 +1,135 @@
+"""Tapes that run again: with chosen operators in fp32, in surroundings that would disturb them, and not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import autoamp
+from autoamp.tape import CannotRerun, Rerun, everything, record
+
+
+def test_chosen_operators_in_fp32() -> None:
+    x = torch.full((4,), 12.0, dtype=torch.float16)
+    with record() as tape:
+        y = x.exp()
+        z = y.log()
+    ref = tape.find(z)
+    assert ref is not None
+    assert z.tolist() == [float("inf")] * 4
+
+    def run(*names: str) -> float:
+        return Rerun(tape, lambda op: op.name in names).finish().value(ref)[0].item()
+
+    # exp alone has its result rounded for log, which overflows again; log alone gets inf.
+    assert run() == run("aten::exp") == run("aten::log") == float("inf")
+    assert run("aten::exp", "aten::log") == pytest.approx(12.0)
+
+
+def test_fp32_results_flow_through_views_and_writes() -> None:
+    x = torch.full((2, 3), 300.0, dtype=torch.float16)
+    with record() as tape:
+        y = x * x
+        y[0].mul_(2)
+        z = y.t().contiguous().view(-1) / 600
+    ref = tape.find(z)
+    assert ref is not None
+    assert torch.isinf(z).all()
+    assert Rerun(tape, everything).finish().value(ref).tolist() == [300.0, 150.0] * 3
+
+
+def test_dtype_arguments_become_fp32() -> None:
+    x = torch.full((4,), 1.0) / 3
+    with record() as tape:
+        y = x.to(torch.bfloat16).sum(dtype=torch.bfloat16)
+        z = torch.softmax(x.half(), -1, dtype=torch.float32) + torch.zeros((), dtype=torch.half)
+    run = Rerun(tape, everything).finish()
+    for value, expected in ((y, 4 / 3), (z, 0.25)):
+        ref = tape.find(value)
+        assert ref is not None
+        assert run.value(ref).dtype is torch.float32
+        assert run.value(ref).flatten()[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_mask_of_minus_inf_and_of_the_lowest_half_number() -> None:
+    scores = torch.randn(2, 4, dtype=torch.float16)
+    mask = torch.tensor([0.0, 0.0, -torch.inf, torch.finfo(torch.float16).min], dtype=torch.float16)
+    with record() as tape:
+        result = torch.softmax((scores + mask + mask).float(), -1)
+    ref = tape.find(result)
+    assert ref is not None
+    assert torch.allclose(Rerun(tape, everything).finish().value(ref), result, atol=1e-3)
+
+
+def test_memory_that_is_not_initialized() -> None:
+    with record() as tape:
+        x = torch.empty(1000, dtype=torch.float16)
+        x[:500] = 1
+        y = x[:500].sum()
+    ref = tape.find(y)
+    assert ref is not None
+    for op, _, results in Rerun(tape):
+        if op.is_empty:
+            assert not results.any()
+    assert Rerun(tape).finish().value(ref).item() == 500
+
+
+class Refuses(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(func)
+
+
+def test_surroundings_do_not_matter() -> None:
+    w = torch.randn(4, 4, requires_grad=True)
+    with record() as tape:
+        loss = (w @ w).exp().sum()
+        loss.backward()
+    ref = tape.find(loss)
+    assert ref is not None
+    assert w.grad is not None
+    before, state = w.grad.clone(), torch.get_rng_state()
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), record() as other, torch.inference_mode():
+            run = Rerun(tape).finish()
+        with Refuses():
+            again = Rerun(tape).finish()
+        values = [one.value(ref) for one in (run, again)]
+    finally:
+        handle.deactivate()
+    assert list(other.ops) == []
+    assert all(torch.equal(value, loss) for value in values)
+    assert torch.equal(w.grad, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_tensor_that_was_written_to_since() -> None:
+    x = torch.ones(3)
+    with record() as tape:
+        x * 2
+    x.add_(1)
+    with pytest.raises(CannotRerun, match="written to since"):
+        Rerun(tape).finish()
+
+
+def test_bits_of_half_tensors_have_no_fp32() -> None:
+    x = torch.ones(4, dtype=torch.float16)
+    with record() as tape:
+        (x * 2).view(torch.int16) + 1
+    Rerun(tape).finish()
+    with pytest.raises(CannotRerun, match="bits of half tensors"):
+        Rerun(tape, everything).finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dropout_of_a_gpu_runs_by_its_mask(dtype: torch.dtype) -> None:
+    x = (torch.ones(100) / 3).to(dtype)
+    with record() as tape:
+        y = torch.native_dropout(x, 0.25, True)[0] * 3
+    ref = tape.find(y)
+    assert ref is not None
+    assert torch.equal(Rerun(tape).finish().value(ref), y)
+    wide = Rerun(tape, everything).finish().value(ref)
+    assert wide.dtype is torch.float32
+    assert torch.allclose(wide, torch.where(y > 0, x.float() * 4, 0.0))
