@@ -182,6 +182,16 @@ class Observation:
             thread.paused = before
 
     @contextlib.contextmanager
+    def only(self, observer: Observer) -> Iterator[None]:
+        """Within a ``with`` statement, report calls to one of the observers alone."""
+        thread, others = self._thread, self.observers
+        paused, thread.paused, self.observers = thread.paused, False, (observer,)
+        try:
+            yield
+        finally:
+            thread.paused, self.observers = paused, others
+
+    @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Within a ``with`` statement, cast nothing in this thread, and report no call of it."""
         with self._casts.switched(False), self.unobserved():

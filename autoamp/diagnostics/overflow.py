@@ -212,17 +212,22 @@ class OverflowTrace(StepWatch):
             return replace(self._explain(recorded, scale), loss_scale=scale)
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[KeptState]:
-        """Run modules within a ``with`` statement: nothing of it is recorded, observed, or left behind."""
+    def apart(self, *, hooked: bool = True) -> Iterator[KeptState]:
+        """Run modules within a ``with`` statement: nothing of it is recorded, observed, or left behind.
+
+        Args:
+            hooked: Whether to keep the state of each module that is called. A hook of all modules disturbs compilers.
+        """
         state, paused = KeptState(), self.recorder.paused
         self.recorder.paused = True
         self._casts.cache.clear()
-        keeps = register_module_forward_pre_hook(lambda module, inputs: state.keep(module))
+        keeps = register_module_forward_pre_hook(lambda module, inputs: state.keep(module)) if hooked else None
         try:
             with self._observation.unobserved(), torch.enable_grad():
                 yield state
         finally:
-            keeps.remove()
+            if keeps is not None:
+                keeps.remove()
             state.restore()
             self._casts.cache.clear()
             self.recorder.paused = paused

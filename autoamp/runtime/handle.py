@@ -17,6 +17,8 @@ from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache
 from autoamp.diagnostics import (
     CastTrace,
+    Consistency,
+    ConsistencyCheck,
     Counts,
     Explanation,
     Observer,
@@ -229,6 +231,34 @@ class BaseHandle:
             UsageError: torch has no op of this name, and no rule names it.
         """
         return explain(self.settings.table, name)
+
+    def consistency(self, model: Module, *inputs: Any, backend: Any = "inductor", **named_inputs: Any) -> Consistency:
+        """Compare what a model computes on each path with what it computes in training.
+
+        The training pass is a call with gradients on. The other paths are both kinds of checkpoint, `torch.no_grad`,
+        `torch.inference_mode`, ``model.eval()``, `inference` and `torch.compile`. Each path has the same inputs, random
+        states and buffers. Of eager paths the first call with another dtype is named, or else the first with other
+        bits; of ``eval()`` and compiled code, dtypes alone are compared.
+
+        What the calls write to tensors, random generators and attributes of modules is undone, and no gradient is
+        touched. Files, globals and numpy arrays that ``forward`` writes to are not restored, and torch.compile keeps
+        the code that it made. A checkpoint is around the whole model.
+
+        Args:
+            model: The model, in the mode in which it trains.
+            inputs, named_inputs: What it is called with.
+            backend: That of `torch.compile`; None to leave compiled code out.
+
+        Raises:
+            UsageError: The handle is not active, or ``model`` is not a module.
+        """
+        if not isinstance(model, Module):
+            raise UsageError(f"consistency() takes a torch.nn.Module, not {kind_of(model)}")
+        run = self._active_runtime
+        check = ConsistencyCheck(
+            model, inputs, named_inputs, run.observation, run.precisions, run.overflows, self.inference
+        )
+        return check.run(run.observe, backend)
 
     # -- casts --
 
