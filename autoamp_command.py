@@ -65,6 +65,11 @@ tolerance and by more than the two seeds do, a binary search finds the modules a
 Prints the lines for autoamp.toml. k culprits among n candidates take at most k (log2(n) + 1) + 5 runs.
 """
 
+_CONSISTENCY_HELP = """\
+call this function, which returns a model and its inputs, and compare what the model computes in training, without
+gradients, in checkpoints and in compiled code; exit 1 if it differs. See handle.consistency
+"""
+
 _REPLAY_HELP = """\
 Runs the step in a file of `autoamp run --capsule DIR` again, and names the op that made inf or nan. The exit code is 0
 if it is the op that the run named, else 1. The file holds a pickle, and loading it runs its code: replay only files
@@ -243,6 +248,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--device-type", help="cuda, cpu, ...; default: the accelerator")
     doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
                         help="import this module first, to see the names that it binds; repeatable")  # fmt: skip
+    doctor.add_argument("--consistency", metavar="MODULE:FUNCTION", help=_CONSISTENCY_HELP)
 
 
 def _add_lists(commands: Any) -> None:

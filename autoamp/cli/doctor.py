@@ -12,13 +12,18 @@ from typing import Any
 from autoamp.cli import probes
 from autoamp.cli.measurements import REPEATS, measure
 from autoamp.cli.output import aligned, show
-from autoamp.errors import ListFileError, UsageError
+from autoamp.diagnostics import Consistency
+from autoamp.errors import ListFileError, UsageError, kind_of
+from autoamp.runtime import current_handle, init
 
 __all__ = ["doctor"]
 
 
 def doctor(chosen: argparse.Namespace) -> int:
-    """Look around and print what is found. Returns the exit code: 1 if the lists of this place cannot be used."""
+    """Look around and print what is found.
+
+    Returns the exit code: 1 if the lists of this place cannot be used, or a model is not consistent.
+    """
     sys.path[:0] = [] if sys.flags.safe_path or os.getcwd() in sys.path else [os.getcwd()]
     for module in chosen.imports:
         try:
@@ -46,10 +51,30 @@ def doctor(chosen: argparse.Namespace) -> int:
     }  # fmt: skip
     if not chosen.quick:
         sections[f"Measured (median of {REPEATS} repeats)"] = [one.verdict for one in measure(kind)]
+    if chosen.consistency is not None and code == 0:
+        found = _consistency(chosen.consistency, kind)
+        lists = {**lists, f"Consistency of {chosen.consistency}": str(found).splitlines()}
+        code = 0 if found.is_consistent else 1
     for heading, lines in {**sections, **lists}.items():
         show(heading)
         sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")
     return code
+
+
+def _consistency(name: str, device_type: str) -> Consistency:
+    """Compare the paths of the model that a function returns, under the handle that it made or a new one."""
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), attribute)()
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--consistency {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple):
+        raise UsageError(f"--consistency {name}: expected a tuple of a model and its inputs, got {kind_of(made)}")
+    handle = current_handle() or init(device_type=device_type)
+    try:
+        return handle.consistency(*made)
+    finally:
+        handle.deactivate()
 
 
 def _of_lists(lists: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:

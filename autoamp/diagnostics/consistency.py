@@ -1,7 +1,7 @@
 """Whether a model computes the same on each path: training, inference, checkpoints, compiled code.
 
 Each eager path is recorded on a tape. Operators are put together to calls of patched functions, and calls of one
-function, module and line are compared in their order with those of the training pass: first by dtype, then by bits.
+function and module are compared in their order with those of the training pass: first by dtype, then by bits.
 Compiled code shows no operators, so its outputs are compared, and the dtypes in the graph that it was made of.
 """
 
@@ -134,8 +134,11 @@ class _Step:
 
     @property
     def key(self) -> tuple[str | None, ...]:
-        """What it is known by on another path."""
-        return self.name, self.module, self.location
+        """What it is known by on another path, where a function may be called at another line.
+
+        Of an operator there may be many more: a dropout in training multiplies.
+        """
+        return self.name, self.module, self.location if self.name.startswith("aten::") else None
 
     def take(self, results: Any) -> None:
         """Take the dtype and the bits of results."""
@@ -228,7 +231,7 @@ def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> 
         counts[step.phase, step.key] += 1
         if number >= len(expected[step.key]):
             if step.module is not None and reason is None:
-                reason = f"the first call that training does not have is {' at '.join(filter(None, step.key))}"
+                reason = f"training does not have {step.name} in {step.module!r} at {step.location}"
             continue
         before = expected[step.key][number]
         if dtype_found is None and (step.dtype is not before.dtype or _computed_apart(before, step)):
@@ -258,7 +261,7 @@ def _difference(before: _Step, step: _Step) -> Difference:
     if expected is found and _computed_apart(before, step):
         expected, found = before.computed, step.computed
         reasons.append("computed in these dtypes, with a result of one dtype")
-    if before.kernels != step.kernels:
+    if expected is found and before.kernels != step.kernels:
         reasons.append(f"torch runs {', '.join(step.kernels)} here, and {', '.join(before.kernels)} in training")
     reason = "; ".join([*reasons, *before.why]) or None
     return Difference(step.name, step.module, step.location, dtype_name(expected), dtype_name(found), reason)
@@ -269,7 +272,8 @@ class ConsistencyCheck:
 
     Args:
         model: The model.
-        args, kwargs: What it is called with.
+        args: What it is called with.
+        kwargs: What it is called with by name.
         observation: Knows where calls are made.
         precisions: Which modules run in a precision of their own.
         overflows: Runs models so that nothing is recorded or left behind.

@@ -246,8 +246,9 @@ class BaseHandle:
 
         Args:
             model: The model, in the mode in which it trains.
-            inputs, named_inputs: What it is called with.
+            inputs: What it is called with.
             backend: That of `torch.compile`; None to leave compiled code out.
+            named_inputs: What it is called with by name.
 
         Raises:
             UsageError: The handle is not active, or ``model`` is not a module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import autoamp
 import autoamp_command
 from autoamp.cli.options import DTYPES
 from autoamp.levels import LEVELS
+from autoamp.runtime import Handle, current_handle
 from tests.launches import environment
 
 # Runs the entry point of the command, and tells whether that took torch.
@@ -108,3 +110,58 @@ def test_doctor_shows_rules_on_modules(place: Path, capsys: pytest.CaptureFixtur
     (place / "autoamp.toml").write_text('schema = 1\n[modules]\n"*.head" = "fp32"\n', encoding="utf-8")
     assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu"]) == 0
     assert f"[modules]      *.head: fp32 ({place / 'autoamp.toml'}:3)" in capsys.readouterr().out
+
+
+_MODEL = """
+import torch
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() or not self.apart else x.sum(1, dtype=torch.float64)
+
+def make(apart=False):
+    net = Net(4, 4)
+    net.apart = apart
+    return net, torch.ones(2, 4)
+
+def make_apart():
+    return make(True)
+
+def make_alone():
+    return make()[0]
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("make", 0), ("make_apart", 1)])
+def test_doctor_compares_the_paths_of_a_model(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    (place / f"of_{name}.py").write_text(_MODEL, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(place))
+    # The default compiles C++.
+    monkeypatch.setattr(Handle, "consistency", functools.partialmethod(Handle.consistency, backend=None))
+    asked = f"of_{name}:{name}"
+    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu", "--consistency", asked]) == code
+    told = capsys.readouterr().out.partition(f"Consistency of {asked}\n")[2].splitlines()
+    assert told[0].startswith("  no_grad: " + ("the same" if code == 0 else "output: float64, "))
+    assert len([line for line in told if line]) == 6
+    assert current_handle() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:make", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("of_errors:missing", "has no attribute 'missing'"),
+        ("of_errors:make_alone", "expected a tuple of a model and its inputs, got a Net"),
+    ],
+)
+def test_doctor_says_what_is_wrong_with_the_function(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    (place / "of_errors.py").write_text(_MODEL, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(place))
+    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu", "--consistency", name]) == 2
+    said = capsys.readouterr().err
+    assert f"--consistency {name}: " in said
+    assert message in said

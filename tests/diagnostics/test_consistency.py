@@ -1,0 +1,236 @@
+"""`handle.consistency`: planted differences between paths are named, and the model is left as it was."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autoamp
+from autoamp.diagnostics import ComparedPath
+from autoamp.torch_private import current_graph_task, dispatch_modes
+
+PATHS = [
+    "no_grad", "inference_mode", "eval", "checkpoint(use_reentrant=False)", "checkpoint(use_reentrant=True)",
+    "handle.inference", "torch.compile",
+]  # fmt: skip
+
+
+class Planted(nn.Module):
+    """A model whose middle layer does something else in `apart`."""
+
+    def __init__(self, apart: Any, change: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+        self.apart, self.change = apart, change
+
+    def forward(self, x):
+        x = F.dropout(F.relu(self.first(x)), 0.1)
+        x = self.change(self.middle, x) if self.apart() else self.middle(x)
+        return self.last(x)
+
+
+def in_fp32(layer, x):
+    with autoamp.disable_casts():
+        return layer(x.float())
+
+
+def rounded(layer, x):
+    return layer(x * 1.01)
+
+
+@pytest.fixture
+def bf16() -> Any:
+    return autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+
+
+def compared(handle: Any, apart: Any, change: Any, backend: Any = None) -> dict[str, ComparedPath]:
+    found = handle.consistency(Planted(apart, change), torch.randn(8, 16), backend=backend)
+    assert found.is_consistent is all(path.dtype is path.bits is None for path in found.paths)
+    return {path.name: path for path in found.paths}
+
+
+def test_consistent_model(bf16: Any) -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Unflatten(1, (4, 4)),
+        nn.LSTM(4, 4, batch_first=True),
+    )  # fmt: skip
+    found = bf16.consistency(model, torch.randn(8, 16), backend="eager")
+    assert str(found).splitlines() == [f"{name}: the same" for name in PATHS]
+    assert found.is_consistent
+
+
+def test_dtype_without_gradients(bf16: Any) -> None:
+    found = compared(bf16, lambda: not torch.is_grad_enabled(), in_fp32, backend="eager")
+    # The backward pass of a reentrant checkpoint has gradients on, its first call has none.
+    for name in set(PATHS) - {"checkpoint(use_reentrant=False)", "torch.compile"}:
+        one = found[name].dtype
+        assert one is not None
+        assert (one.op, one.module, one.expected, one.found) == (
+            "torch.nn.functional.linear", "middle", "bfloat16", "float32"
+        )  # fmt: skip
+        assert one.location is not None
+        assert one.location.endswith(f"test_consistency.py:{in_fp32.__code__.co_firstlineno + 2}")
+        assert one.reason is not None
+        assert one.reason.startswith("casts are off here and on in training; fp16 by 'linear' in ")
+    assert found["checkpoint(use_reentrant=False)"] == ComparedPath("checkpoint(use_reentrant=False)")
+    assert found["torch.compile"] == ComparedPath("torch.compile")
+
+
+def test_bits_without_gradients(bf16: Any) -> None:
+    found = compared(bf16, lambda: not torch.is_grad_enabled(), rounded)
+    one = found["no_grad"].bits
+    assert found["no_grad"].dtype is None
+    assert one is not None
+    assert (one.op, one.module) == ("torch.nn.functional.linear", "middle")
+    assert str(one).endswith(f"other bits; {one.reason}")
+    # Of eval() dtypes alone are compared.
+    assert found["eval"] == ComparedPath("eval")
+
+
+def test_dtype_of_what_a_checkpoint_computes_again(bf16: Any) -> None:
+    found = compared(bf16, lambda: current_graph_task() != -1, in_fp32)
+    one = found["checkpoint(use_reentrant=True)"].dtype
+    assert one is not None
+    assert (one.module, one.expected, one.found) == ("middle", "bfloat16", "float32")
+    assert {name for name, path in found.items() if path.dtype is not None} == {"checkpoint(use_reentrant=True)"}
+    # torch itself compares what the other kind computes again.
+    assert found["checkpoint(use_reentrant=False)"].failed is not None
+
+
+def test_packed_weights(bf16: Any) -> None:
+    def without_modes() -> bool:
+        return not torch.is_grad_enabled() and not dispatch_modes()
+
+    found = compared(bf16, without_modes, rounded)
+    one = found["handle.inference"].bits
+    assert one is not None
+    assert one.op == "output"
+    assert one.reason is not None
+    assert "packs weights for oneDNN" in one.reason
+    assert {name for name, path in found.items() if path.bits is not None} == {"handle.inference"}
+
+
+def test_attention_that_is_computed_in_another_dtype(bf16: Any) -> None:
+    class Attention(nn.Module):
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                with autoamp.disable_casts():
+                    return F.scaled_dot_product_attention(x.float(), x.float(), x.float()).bfloat16()
+            return F.scaled_dot_product_attention(x, x, x)
+
+    found = bf16.consistency(Attention(), torch.randn(1, 2, 200, 8), backend=None).paths[0]
+    one = found.dtype
+    assert one is not None
+    assert (one.op, one.expected, one.found) == (
+        "torch.nn.functional.scaled_dot_product_attention", "float32", "bfloat16"
+    )  # fmt: skip
+
+
+def test_compiled_code(bf16: Any) -> None:
+    found = compared(bf16, torch.compiler.is_compiling, in_fp32, backend="eager")
+    one = found["torch.compile"].dtype
+    assert {name for name, path in found.items() if path.dtype is not None} <= {"torch.compile"}
+    if one is not None:
+        assert (one.expected, one.found) == ("bfloat16", "float32")
+
+
+def test_output_of_compiled_code(bf16: Any) -> None:
+    class Wide(nn.Module):
+        def forward(self, x):
+            y = torch.matmul(x, x)
+            return y.float() if torch.compiler.is_compiling() else y
+
+    found = bf16.consistency(Wide(), torch.randn(4, 4), backend="eager").paths[-1]
+    assert (found.name, found.bits, found.failed) == ("torch.compile", None, None)
+    assert found.dtype is not None
+    assert (found.dtype.expected, found.dtype.found) == ("bfloat16", "float32")
+
+
+def test_path_that_raises(bf16: Any) -> None:
+    class Refuses(nn.Module):
+        def forward(self, x):
+            if torch.is_inference_mode_enabled():
+                raise ValueError("not here\nsecond line")
+            return x * 2
+
+    found = {path.name: path for path in bf16.consistency(Refuses(), torch.randn(4), backend=None).paths}
+    assert str(found["inference_mode"]) == "inference_mode: not compared: ValueError: not here"
+    assert found["no_grad"] == ComparedPath("no_grad")
+
+
+class Writes(nn.Module):
+    """Writes to all that a forward pass may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.teacher = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(4, 8))
+        self.plain, self.calls, self.seen = torch.zeros(8), 0, []
+
+    def forward(self, x, state):
+        self.calls += 1
+        self.seen.append(self.calls)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+            self.teacher.bias.data.add_(1)
+            self.queue = torch.roll(self.queue, 1, 0)
+            self.plain += x.mean(0)
+            state.add_(1)
+        random.random()
+        return self.norm(F.dropout(self.linear(x), 0.5)) + self.teacher(x)
+
+
+def test_nothing_is_changed(bf16: Any) -> None:
+    torch.manual_seed(0)
+    model, x, counts = Writes(), torch.randn(4, 8), bf16.count()
+    state = torch.zeros(2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    queue, plain = model.queue, model.plain
+    states = torch.get_rng_state(), random.getstate()
+    fired = []
+    model.linear.weight.register_post_accumulate_grad_hook(fired.append)
+    found = bf16.consistency(model, x, state=state, backend="eager")
+    assert [path.failed for path in found.paths] == [None] * len(PATHS)
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.queue is queue
+    assert not plain.any()
+    assert not state.any()
+    assert (model.training, model.calls, model.seen) == (True, 0, [])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert fired == []
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert counts.as_dict()["ops"] == {}
+    # The graph of a step that was made before is still valid, and casts are on.
+    assert model.linear(x).dtype is torch.bfloat16
+
+
+def test_graph_that_was_made_before_stays_valid(bf16: Any) -> None:
+    model = Writes()
+    loss = model(torch.randn(4, 8), torch.zeros(2)).sum()
+    bf16.consistency(model, torch.randn(4, 8), torch.zeros(2), backend=None)
+    loss.backward()
+    assert model.linear.weight.grad is not None
+
+
+def test_wrong_calls(bf16: Any) -> None:
+    with pytest.raises(autoamp.UsageError, match=r"consistency\(\) takes a torch.nn.Module, not a function"):
+        bf16.consistency(lambda x: x, torch.ones(2))
+    bf16.deactivate()
+    with pytest.raises(autoamp.UsageError, match="not active"):
+        bf16.consistency(nn.Linear(2, 2), torch.ones(2, 2))
+
+
+def test_disabled_handle() -> None:
+    handle = autoamp.init(enabled=False)
+    found = handle.consistency(nn.Linear(2, 2), torch.ones(2, 2), backend=None)
+    assert found.is_consistent
+    assert [path.failed for path in found.paths] == [None] * (len(PATHS) - 1)
