@@ -226,10 +226,10 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
     def _begin(self, func: Any, args: Any, kwargs: Any) -> Op | None:
         if not isinstance(func, OpOverload):
             raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
-        if any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
+        kind = _kind_of(func)
+        if kind.moves or any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
             # It computes no values.
             return None
-        kind = _kind_of(func)
         is_recorded = kind.is_collective or (kind.draws and _may_draw(kind, args))
         refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
         for ref in iter_refs(refs if kind.is_collective else written(func, *refs)):
@@ -251,7 +251,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
 
     def _end(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
         kind = _kind_of(op.func)
-        if kind.moves or any(tensor.is_meta for tensor in iter_tensors(result)):
+        if any(tensor.is_meta for tensor in iter_tensors(result)):
             return
         read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
         writes = list(iter_tensors((args, kwargs) if kind.is_collective else written(op.func, args, kwargs)))

@@ -91,6 +91,9 @@ class Rerun:
         tape: The tape.
         in_fp32: Whether to run an operator in fp32.
 
+    Attributes:
+        left_half: Those of the operators so far that were to run in fp32 and have no kernel for it, as flash attention.
+
     Raises:
         CannotRerun: The tape is incomplete; while it runs: a tensor was written to since, or an operator cannot run.
     """
@@ -100,6 +103,7 @@ class Rerun:
             raise CannotRerun(tape.incomplete)
         self._tape = tape
         self._in_fp32 = in_fp32
+        self.left_half: list[Op] = []
         self._cells: dict[int, _Cell] = {}
 
     def __iter__(self) -> Iterator[tuple[Op, tuple[list[Any], dict[str, Any]], Any]]:
@@ -141,13 +145,13 @@ class Rerun:
             # Whether to make an fp32 result of a half argument, which is fp32 already.
             args[2] = False
         try:
-            results = self._call(op, args, kwargs)
-        except CannotRerun:
-            raise
+            return (args, kwargs), self._call(op, args, kwargs)
         except Exception as error:
+            if wide and not op.is_recorded:
+                self.left_half.append(op)
+                return self._run(op, wide=False)
             first = str(error).partition("\n")[0]
-            raise CannotRerun(f"{op.name} cannot run{' in fp32' * wide}: {first}") from error
-        return (args, kwargs), results
+            raise CannotRerun(f"{op.name} cannot run: {first}") from error
 
     def _call(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and let its results be the values of the memories that it made."""

@@ -122,6 +122,25 @@ def test_bits_of_half_tensors_have_no_fp32() -> None:
         Rerun(tape, everything).finish()
 
 
+@torch.library.custom_op("autoamp_test::half_alone", mutates_args=())
+def half_alone(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is torch.float32:
+        raise RuntimeError("only support fp16 and bf16 data type")
+    return x * 2
+
+
+def test_operator_without_a_kernel_for_fp32_runs_in_half() -> None:
+    x = torch.full((2,), 1.0).half()
+    with record() as tape:
+        y = half_alone(x / 3) * 3
+    ref = tape.find(y)
+    assert ref is not None
+    run = Rerun(tape, everything).finish()
+    assert [op.name for op in run.left_half] == ["autoamp_test::half_alone"]
+    assert run.value(ref).dtype is torch.float32
+    assert run.value(ref)[0].item() == float(torch.tensor(1 / 3).half()) * 6
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dropout_of_a_gpu_runs_by_its_mask(dtype: torch.dtype) -> None:
     x = (torch.ones(100) / 3).to(dtype)
