@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -187,9 +188,7 @@ class _Listener(Observer):
         why += [f"its module has the precision {given[-1].value}"] if given else []
         # In a backward pass a checkpoint computes again.
         phase = "forward" if current_graph_task() == -1 else "recomputation"
-        step = _Step(
-            call.op.name, phase, site.module, site.location, casting=call.casting, why=tuple(why)
-        )  # fmt: skip
+        step = _Step(call.op.name, phase, site.module, site.location, casting=call.casting, why=tuple(why))
         self._running.append(step)
         return step
 
@@ -322,7 +321,7 @@ class ConsistencyCheck:
         yield "no_grad", torch.no_grad()(self._call), True
         yield "inference_mode", torch.inference_mode()(self._call), True
         # Without dropout, and with the running statistics of a batch norm.
-        yield "eval", torch.no_grad()(lambda: self._model.eval() and self._call()), False
+        yield "eval", torch.no_grad()(self._evaluated), False
         yield "checkpoint(use_reentrant=False)", lambda: self._checkpointed(reentrant=False), True
         yield "checkpoint(use_reentrant=True)", lambda: self._checkpointed(reentrant=True), True
         yield _INFERENCE, self._inferred, True
@@ -330,6 +329,10 @@ class ConsistencyCheck:
     def _call(self) -> Any:
         args, kwargs = self._given
         return self._model(*args, **kwargs)
+
+    def _evaluated(self) -> Any:
+        self._model.eval()
+        return self._call()
 
     def _inferred(self) -> Any:
         with torch.no_grad(), self._inference(self._model):
@@ -349,7 +352,8 @@ class ConsistencyCheck:
         root = torch.zeros((), requires_grad=True)
 
         def call(root: Tensor, *args: Any) -> Any:
-            return torch.func.functional_call(self._model, params, args, kwargs)
+            # A result that is a buffer of the model must not get the checkpoint's node.
+            return map_tensors(torch.func.functional_call(self._model, params, args, kwargs), Tensor.clone)
 
         outputs = checkpoint(call, root, *args, use_reentrant=reentrant)
         sums = [output.sum(dtype=torch.float32) for output in _floating(outputs) if output.requires_grad]
@@ -360,12 +364,12 @@ class ConsistencyCheck:
     def _taped(self, run: Callable[[], Any]) -> tuple[_Pass, Tape]:
         """Run a path on a tape, and undo what it wrote."""
         self._listener.steps = []
-        with record(self._listener.where, look=self._listener.look) as tape:
+        with record(self._listener.where, look=self._listener.look, limit=math.inf) as tape:
             try:
-                outputs = run()
+                outputs = _summary(run())
             finally:
                 tape.undo()
-        return _Pass(self._listener.steps, _summary(outputs), tape.incomplete), tape
+        return _Pass(self._listener.steps, outputs, tape.incomplete), tape
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoamp.tape.contents import Load, Op, Place, Ref, Tape
 from autoamp.tape.files import load_tape, save_tape
 from autoamp.tape.record import record
-from autoamp.tape.rerun import CannotRerun, Rerun, everything, nothing
+from autoamp.tape.rerun import CannotRerun, Rerun, everything
 
 __all__ = [
     "CannotRerun",
@@ -17,7 +17,6 @@ __all__ = [
     "Tape",
     "everything",
     "load_tape",
-    "nothing",
     "record",
     "save_tape",
 ]

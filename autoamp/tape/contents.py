@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoamp.tensors import version_of
 from autoamp.torch_private import schema_of, undisturbed
 
-__all__ = ["Load", "Op", "Place", "Ref", "Tape", "iter_refs", "ref_to", "storage_of", "writes_of", "written"]
+__all__ = ["Load", "Op", "Place", "Ref", "Tape", "iter_refs", "ref_to", "writes_of", "written"]
 
 _EMPTY = frozenset(
     f"aten::{name}"
@@ -71,13 +71,6 @@ class Load:
     version: int | None = None
     is_made: bool = False
 
-    def keep(self) -> int:
-        """Copy the value, before it is written to, and return the number of bytes that this took."""
-        if self.storage is not self.origin:
-            return 0
-        self.storage, self.owner = self.origin.clone(), None
-        return self.storage.nbytes()
-
     @property
     def is_stale(self) -> bool:
         """Whether the program has written to the storage since."""
@@ -85,7 +78,7 @@ class Load:
             if self.owner is None or version_of(self.owner) == self.version:
                 return False
             # After ``owner.data = other`` its writes are to another storage.
-            return storage_of(self.owner).data_ptr() == self.origin.data_ptr()
+            return self.owner.untyped_storage().data_ptr() == self.origin.data_ptr()
 
 
 @dataclass(eq=False, slots=True)
@@ -103,7 +96,7 @@ class Op:
     """
 
     func: Any
-    args: tuple[Any, ...]
+    args: Sequence[Any]
     kwargs: dict[str, Any]
     outputs: Any
     place: Place
@@ -145,13 +138,14 @@ class Tape:
     def find(self, tensor: Tensor) -> Ref | None:
         """Return what the tape calls a tensor of the program; None if no operator read or made its memory."""
         with undisturbed():
-            number = self.memories.get(StorageWeakRef(storage_of(tensor)))
+            number = self.memories.get(StorageWeakRef(tensor.untyped_storage()))
             return None if number is None else ref_to(number, tensor)
 
     def undo(self) -> None:
-        """Write to each tensor from outside that the step wrote to the value that it had before.
+        """Give each tensor from outside that the step wrote to the value that it had before.
 
-        torch does not count these writes, so a graph that was made before stays valid.
+        What operators wrote that are missing on the tape stays. torch does not count these writes, so that a graph that
+        was made before stays valid.
         """
         done = set()
         for event in self.events:
@@ -160,15 +154,6 @@ class Tape:
                 if event.storage is not event.origin:
                     with undisturbed():
                         event.origin.copy_(event.storage)
-
-
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the memory of a tensor, whatever its class does about that.
-
-    Raises:
-        NotImplementedError: It has none, as a sparse one.
-    """
-    return tensor.untyped_storage()
 
 
 def ref_to(memory: int, tensor: Tensor) -> Ref:

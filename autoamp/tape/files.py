@@ -21,11 +21,8 @@ _FORMAT, _VERSION = "autoamp.tape", 1
 _PHASES = ("forward", "backward", "recomputation")
 # Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.
 _NAMESPACES = ("aten", "mkldnn", "torchvision")
-_REFUSED = ("aten::from_file",)
 # What is named in a file, by its type. Each name is looked up in torch.
-_NAMED: dict[str, Any] = {
-    "dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format
-}  # fmt: skip
+_NAMED: dict[str, Any] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 def save_tape(tape: Tape, path: str | os.PathLike[str]) -> None:
@@ -168,7 +165,7 @@ def _operator(name: str) -> Any:
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     found = None
-    if namespace in _NAMESPACES and f"{namespace}::{base}" not in _REFUSED:
+    if namespace in _NAMESPACES and base != "from_file":
         found = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
     if not isinstance(found, OpOverload):
         raise TapeError(f"the tape has the operator {_escaped(name)!r}, which torch {torch.__version__} lacks")

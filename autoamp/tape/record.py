@@ -12,14 +12,14 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoamp.errors import UsageError
-from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs, ref_to, storage_of, written
+from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs, ref_to, written
 from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
 from autoamp.torch_private import (
     DispatchMode,
@@ -52,39 +52,28 @@ _CONSTANTS = PLAIN_TYPES | {torch.layout, torch.memory_format}
 _NOT_RANDOM = {"dropout_p": 0.0, "dropout": 0.0, "training": False, "train": False}
 
 
-class _Kind(NamedTuple):
-    """What an operator's schema says.
-
-    Attributes:
-        draws: Whether it may draw random numbers.
-        switches: By place, the value of an argument with which it draws none, and its default.
-        is_collective: Whether it talks to other ranks.
-        moves: Whether it makes a tensor show another memory, which the next `Ref` of it tells.
-    """
-
-    draws: bool
-    switches: dict[int, tuple[Any, Any]]
-    is_collective: bool
-    moves: bool
-
-
 @functools.cache
-def _kind_of(func: Any) -> _Kind:
-    schema = schema_of(func)
-    return _Kind(
-        torch.Tag.nondeterministic_seeded in func.tags,
-        {
-            place: (_NOT_RANDOM[one.name], one.default_value)
-            for place, one in enumerate(schema.arguments)
-            if one.name in _NOT_RANDOM
-        },
-        func.namespace in _COLLECTIVES,
-        schema.name == "aten::set_",
-    )
+def _is_collective(func: Any) -> bool:
+    return func.namespace in _COLLECTIVES
+
+
+def _is_random(func: Any, args: Any) -> bool:
+    """Whether a call draws random numbers. Attention and recurrent layers draw none without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for place, argument in enumerate(schema_of(func).arguments):
+        value = args[place] if place < len(args) else argument.default_value
+        if argument.name in _NOT_RANDOM and value == _NOT_RANDOM[argument.name]:
+            return False
+    return True
 
 
 class _NotOnTape(Exception):
     """An operator cannot be recorded. The message says why."""
+
+
+class _Full(_NotOnTape):
+    """The tape holds as much as it may."""
 
 
 class _Memories:
@@ -95,46 +84,30 @@ class _Memories:
         limit: How many bytes it may hold.
     """
 
-    def __init__(self, tape: Tape, limit: int) -> None:
+    def __init__(self, tape: Tape, limit: float) -> None:
         self._tape = tape
         self._limit = limit
         self._numbers = tape.memories
         self._versions: list[int] = []
-        self._loads: dict[int, Load] = {}
+        # The values that are not copied, by memory.
+        self._loads: dict[int, list[Load]] = {}
         # Their values were written by what the tape cannot run again.
         self._unknown: set[int] = set()
         self._made: set[int] = set()
 
     def read(self, tensor: Tensor) -> Ref:
         """Return the `Ref` of an argument. A value that no operator made is loaded."""
-        kind = type(tensor)
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise _NotOnTape(f"a tensor is a {kind.__name__}")
         if tensor.is_conj() or tensor.is_neg():
             raise _NotOnTape("a tensor is conjugated or negated lazily")
-        number = self._numbers.get(StorageWeakRef(storage_of(tensor)))
-        if number is None:
-            number = self._add(tensor)
-            self._load(number, tensor)
-        elif number in self._unknown or (version_of(tensor) or 0) > self._versions[number]:
+        number, is_new = self._number(tensor)
+        if is_new or number in self._unknown or (version_of(tensor) or 0) > self._versions[number]:
             self._load(number, tensor)
         return ref_to(number, tensor)
 
-    def keep(self, number: int) -> None:
-        """Keep the value that a memory was loaded with: an operator is about to write to it."""
-        load = self._loads.get(number)
-        if load is not None:
-            with undisturbed():
-                self._grow(load.keep())
-
     def made(self, tensor: Tensor, *, is_recorded: bool, is_write: bool = False) -> Ref:
         """Return the `Ref` of a result, or of an argument that was written to."""
-        kind = type(tensor)
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise _NotOnTape(f"a result is a {kind.__name__}")
-        number = self._numbers.get(StorageWeakRef(storage_of(tensor)))
-        if number is None:
-            number = self._add(tensor)
+        number, is_new = self._number(tensor)
+        if is_new:
             self._made.add(number)
         # torch counts a write once the operator has returned to autograd.
         self._versions[number] = max(self._versions[number], (version_of(tensor) or 0) + is_write)
@@ -142,28 +115,46 @@ class _Memories:
             self._unknown.add(number)
         return ref_to(number, tensor)
 
-    def _add(self, tensor: Tensor) -> int:
+    def keep(self, number: int) -> None:
+        """Keep the values that a memory was loaded with: an operator is about to write to it."""
+        if loads := self._loads.pop(number, []):
+            with undisturbed():
+                copied = loads[0].origin.clone()
+            for load in loads:
+                load.storage, load.owner = copied, None
+            self._grow(copied.nbytes())
+
+    def _number(self, tensor: Tensor) -> tuple[int, bool]:
+        """Return the number of a tensor's memory, and whether it is new."""
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise _NotOnTape(f"a tensor is a {kind.__name__}")
         # A storage that is referred to weakly keeps its address to itself, so that no other one has it later.
-        number = self._numbers[StorageWeakRef(storage_of(tensor))] = len(self._versions)
-        self._versions.append(version_of(tensor) or 0)
-        return number
+        storage = StorageWeakRef(tensor.untyped_storage())
+        number = self._numbers.setdefault(storage, len(self._versions))
+        is_new = number == len(self._versions)
+        if is_new:
+            self._versions.append(version_of(tensor) or 0)
+        return number, is_new
 
     def _load(self, number: int, tensor: Tensor) -> None:
-        is_made, storage = number in self._made, storage_of(tensor)
+        loads = self._loads.setdefault(number, [])
+        if any(load.owner is None or load.is_stale for load in loads):
+            raise _NotOnTape("a tensor was written to, and no operator of this thread did that")
+        is_made, storage, version = number in self._made, tensor.untyped_storage(), version_of(tensor)
         # A tensor with a graph would keep that alive.
-        owner = tensor if tensor.grad_fn is None and not is_made else None
-        load = Load(number, tensor.dtype, storage, storage, owner, version_of(tensor), is_made)
-        self._loads[number] = load
-        self._tape.events.append(load)
+        owner = tensor if tensor.grad_fn is None else None
+        loads.append(Load(number, tensor.dtype, storage, storage, owner, version, is_made))
+        self._tape.events.append(loads[-1])
         self._unknown.discard(number)
-        self._versions[number] = max(self._versions[number], version_of(tensor) or 0)
+        self._versions[number] = max(self._versions[number], version or 0)
         if is_made:
             self._grow(storage.nbytes())
 
     def _grow(self, size: int) -> None:
         self._tape.nbytes += size
         if self._tape.nbytes > self._limit:
-            raise _NotOnTape(f"the tape would hold more than {self._limit / 2**20:g} MiB")
+            raise _Full(f"the tape would hold more than {self._limit / 2**20:g} MiB")
 
 
 class _Recorder(DispatchMode or object):  # type: ignore[misc]
@@ -178,12 +169,13 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
 
     supports_higher_order_operators = True
 
-    def __init__(self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: int) -> None:
+    def __init__(self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: float) -> None:
         super().__init__()
         self._tape = tape
         self._where = where
         self._look = look
         self._memories = _Memories(tape, limit)
+        self._is_full = False
         # By the number of a node of the graph: the operator that made it, and where that was called.
         self._nodes: dict[int, tuple[str, Place]] = {}
         # A backward pass on a device runs in a thread of its own, which has this mode too.
@@ -198,41 +190,45 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         before = None
-        if self._tape.incomplete is None:
+        if not self._is_full:
             with self._guarded():
                 before = self._begin(func, args, kwargs)
         result = func(*args, **kwargs)
-        if before is not None and self._tape.incomplete is None:
+        if before is not None and not self._is_full:
             with self._guarded():
                 self._end(before, args, kwargs, result)
         return result
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Let no error reach the program: the tape ends here, and says why."""
+        """Let no error reach the program: the tape says why an operator is missing.
+
+        It goes on, so that `Tape.undo` knows of later writes.
+        """
+        reason = None
         try:
             # torch hands even a look at an attribute of a tensor to function modes of the program.
             with self._lock, without_function_modes():
                 yield
-        except _NotOnTape as reason:
-            self._tape.incomplete = str(reason)
+        except _NotOnTape as error:
+            reason, self._is_full = str(error), isinstance(error, _Full)
         except NotImplementedError:
             # So do sparse and opaque tensors answer who asks for their memory.
-            self._tape.incomplete = "a tensor has no memory of its own, as a sparse one"
+            reason = "a tensor has no memory of its own, as a sparse one"
         except Exception as error:
-            log.debug("a tape ends early", exc_info=True)
-            self._tape.incomplete = f"the recording failed: {type(error).__name__}: {error}"
+            log.debug("an operator is not recorded", exc_info=True)
+            reason = f"the recording failed: {type(error).__name__}: {error}"
+        self._tape.incomplete = self._tape.incomplete or reason
 
     def _begin(self, func: Any, args: Any, kwargs: Any) -> Op | None:
         if not isinstance(func, OpOverload):
             raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
-        kind = _kind_of(func)
-        if kind.moves or any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
-            # It computes no values.
+        # The first makes a tensor show another memory, as the next `Ref` of it tells.
+        if func.overloadpacket is torch.ops.aten.set_ or any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
             return None
-        is_recorded = kind.is_collective or (kind.draws and _may_draw(kind, args))
+        is_recorded = _is_collective(func) or _is_random(func, args)
         refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
-        for ref in iter_refs(refs if kind.is_collective else written(func, *refs)):
+        for ref in iter_refs(refs if _is_collective(func) else written(func, *refs)):
             self._memories.keep(ref.memory)
         place, phase = self._place(str(schema_of(func).name), args)
         return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded)
@@ -250,11 +246,10 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         raise _NotOnTape(f"an argument is a {type(value).__name__}")
 
     def _end(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
-        kind = _kind_of(op.func)
         if any(tensor.is_meta for tensor in iter_tensors(result)):
             return
         read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
-        writes = list(iter_tensors((args, kwargs) if kind.is_collective else written(op.func, args, kwargs)))
+        writes = list(iter_tensors((args, kwargs) if _is_collective(op.func) else written(op.func, args, kwargs)))
         for tensor in writes:
             self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
         op.outputs = self._results(result, op.is_recorded)
@@ -301,19 +296,8 @@ def _made_by(node: Any, name: str) -> bool:
     return bool(stem) and name.partition("::")[2].replace("_", "").startswith(stem)
 
 
-def _may_draw(kind: _Kind, args: Any) -> bool:
-    given = ((args[place] if place < len(args) else default, off) for place, (off, default) in kind.switches.items())
-    return not any(value == off for value, off in given)
-
-
-def _nowhere() -> Place:
-    return Place()
-
-
 @contextlib.contextmanager
-def record(
-    where: Callable[[], Place] = _nowhere, *, look: Look | None = None, limit: int = MAX_BYTES
-) -> Iterator[Tape]:
+def record(where: Callable[[], Place] = Place, *, look: Look | None = None, limit: float = MAX_BYTES) -> Iterator[Tape]:
     """Record the operators of this thread in a ``with`` statement, and those of its backward passes.
 
     Enter and leave it within one call: a dispatch mode that outlives a call of the program changes how torch.compile

@@ -13,16 +13,11 @@ from autoamp.tape.contents import Load, Op, Ref, Tape, iter_refs, writes_of
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import undisturbed
 
-__all__ = ["CannotRerun", "Rerun", "everything", "nothing", "typed"]
+__all__ = ["CannotRerun", "Rerun", "everything", "typed"]
 
 
 class CannotRerun(Exception):
     """A tape cannot run again. The message says why."""
-
-
-def nothing(op: Op) -> bool:
-    """Choose no operator for fp32: the tape runs as it was."""
-    return False
 
 
 def everything(op: Op) -> bool:
@@ -89,7 +84,7 @@ class Rerun:
 
     Args:
         tape: The tape.
-        in_fp32: Whether to run an operator in fp32.
+        in_fp32: Whether to run an operator in fp32, such as `everything`; by default the tape runs as it was.
 
     Attributes:
         left_half: Those of the operators so far that were to run in fp32 and have no kernel for it, as flash attention.
@@ -98,7 +93,7 @@ class Rerun:
         CannotRerun: The tape is incomplete; while it runs: a tensor was written to since, or an operator cannot run.
     """
 
-    def __init__(self, tape: Tape, in_fp32: Callable[[Op], bool] = nothing) -> None:
+    def __init__(self, tape: Tape, in_fp32: Callable[[Op], bool] = lambda op: False) -> None:
         if tape.incomplete is not None:
             raise CannotRerun(tape.incomplete)
         self._tape = tape
@@ -129,7 +124,7 @@ class Rerun:
     def value(self, ref: Ref) -> Tensor:
         """Return the value of a tensor of the step at this point of the run, in the dtype in which it was computed."""
         with undisturbed():
-            cell = self._cells[ref.memory]
+            cell = self._cell(ref)
             return cell.view(ref, cell.dtype if ref.dtype is cell.recorded else ref.dtype, writes=False).clone()
 
     def _load(self, load: Load) -> None:
@@ -165,12 +160,15 @@ class Rerun:
         self._take(op, op.outputs, results, read, taken)
         return results
 
+    def _cell(self, ref: Ref) -> _Cell:
+        if ref.memory not in self._cells:
+            raise CannotRerun("a value was not recorded, or is not computed yet")
+        return self._cells[ref.memory]
+
     def _given(self, value: Any, wide: bool, writes: bool) -> Any:
         """Return an argument: tensors for what refers to them, and fp32 for a half dtype in an fp32 run."""
         if type(value) is Ref:
-            if (cell := self._cells.get(value.memory)) is None:
-                raise CannotRerun("a value is missing")
-            return cell.view(value, _dtype(value.dtype, wide), writes=writes)
+            return self._cell(value).view(value, _dtype(value.dtype, wide), writes=writes)
         if isinstance(value, list):
             return [self._given(item, wide, writes) for item in value]
         return _dtype(value, wide) if isinstance(value, torch.dtype) else value

@@ -93,6 +93,31 @@ def test_bits_without_gradients(bf16: Any) -> None:
     assert found["eval"] == ComparedPath("eval")
 
 
+def test_precision_of_the_module_is_told(bf16: Any) -> None:
+    model = Planted(lambda: not torch.is_grad_enabled(), rounded)
+    with bf16.override(model.middle, "fp32"):
+        one = bf16.consistency(model, torch.randn(8, 16), backend=None).paths[0].bits
+    assert one is not None
+    assert (one.module, one.found) == ("middle", "float32")
+    assert str(one.reason).endswith("; its module has the precision fp32")
+
+
+def test_output_that_is_a_buffer_which_is_restored(bf16: Any) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x):
+            self.count += 1 if torch.is_grad_enabled() else 2
+            return self.count
+
+    model = Counts()
+    found = bf16.consistency(model, torch.ones(1), backend=None)
+    assert found.paths[0].bits is not None
+    assert model.count.item() == 0
+
+
 def test_dtype_of_what_a_checkpoint_computes_again(bf16: Any) -> None:
     found = compared(bf16, lambda: current_graph_task() != -1, in_fp32)
     one = found["checkpoint(use_reentrant=True)"].dtype

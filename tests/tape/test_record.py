@@ -25,22 +25,49 @@ def last_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
 # -- values that no operator made --
 
 
+def write_in_another_thread(x: torch.Tensor) -> None:
+    thread = threading.Thread(target=x.add_, args=(1,))
+    thread.start()
+    thread.join()
+
+
 def test_write_that_torch_counts_and_no_operator_made() -> None:
     x = torch.ones(3)
-
-    def write() -> None:
-        x.add_(1)
-
     with record() as tape:
-        before = x * 2
-        thread = threading.Thread(target=write)
-        thread.start()
-        thread.join()
-        after = x * 2
+        x * 2
+        write_in_another_thread(x)
+        x * 2
+    assert tape.incomplete == "a tensor was written to, and no operator of this thread did that"
+
+
+def test_write_in_another_thread_to_a_result() -> None:
+    with record() as tape:
+        x = torch.ones(3) * 2
+        write_in_another_thread(x)
+        y = x * 2
+    assert torch.equal(last_value(tape, y), torch.full((3,), 6.0))
+
+
+def test_tensor_and_its_data_are_one_memory() -> None:
+    x = torch.ones(3)
+    x.add_(1).add_(1)
+    with record() as tape:
+        # torch counts writes to the two apart: 0 and 2.
+        before = x.data * 2
+        between = x * 2
+        x.add_(1)
+        after = x.data * 2
+    for value, expected in ((before, 6.0), (between, 6.0), (after, 8.0)):
+        assert last_value(tape, value).tolist() == [expected] * 3
+
+
+def test_random_result_that_is_written_to_afterwards() -> None:
+    with record() as tape:
+        noise = torch.rand(3)
+        noise + 1
+    noise.add_(1)
     with pytest.raises(CannotRerun, match="written to since"):
         Rerun(tape).finish()
-    assert before.tolist() == [2.0] * 3
-    assert after.tolist() == [4.0] * 3
 
 
 def test_random_result_that_is_written_to() -> None:
@@ -98,6 +125,16 @@ def test_step_that_is_undone() -> None:
     assert outside.tolist() == [0.0] * 4
     assert norm.weight.tolist() == [1.0] * 4
     assert fresh[0].tolist() == [1.0, 1.0]
+
+
+def test_writes_are_undone_after_an_operator_that_is_missing() -> None:
+    x = torch.zeros(2)
+    with record() as tape:
+        torch.ones(2, 2).to_sparse() * 2
+        x.add_(1)
+    assert tape.incomplete is not None
+    tape.undo()
+    assert not x.any()
 
 
 # -- places and phases --
