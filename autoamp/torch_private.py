@@ -69,7 +69,6 @@ __all__ = [
     "unflatten",
     "unscale_and_check_",
     "update_scale_",
-    "without_function_modes",
 ]
 
 ASKED: list[str] = []
@@ -174,11 +173,7 @@ OpOverload: Any = _find("torch._ops.OpOverload", None)
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """Returns the schema of an `OpOverload`: its arguments and results, and which of them it writes to."""
 
-without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = _find(
-    "torch._C.DisableTorchFunction", contextlib.nullcontext
-)
-"""Returns a context in which no `TorchFunctionMode` sees calls, and no subclass of `torch.Tensor` overrides them."""
-
+_without_functions = _find("torch._C.DisableTorchFunction", contextlib.nullcontext)
 _without_autocast = _find("torch._C._DisableAutocast", contextlib.nullcontext)
 _without_dispatch_modes = _find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 
@@ -186,7 +181,7 @@ _without_dispatch_modes = _find("torch.utils._python_dispatch._disable_current_m
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Within a ``with`` statement nothing intercepts this thread's calls: no mode, no autocast region, no graph."""
-    with without_function_modes(), _without_autocast(), _without_dispatch_modes(), torch.no_grad():
+    with _without_functions(), _without_autocast(), _without_dispatch_modes(), torch.no_grad():
         yield
 
 

@@ -32,7 +32,6 @@ from autoamp.torch_private import (
     number_of_nodes,
     schema_of,
     undisturbed,
-    without_function_modes,
 )
 
 __all__ = ["MAX_BYTES", "record"]
@@ -207,8 +206,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         """
         reason = None
         try:
-            # torch hands even a look at an attribute of a tensor to function modes of the program.
-            with self._lock, without_function_modes():
+            with self._lock:
                 yield
         except _NotOnTape as error:
             reason, self._is_full = str(error), isinstance(error, _Full)
@@ -275,7 +273,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         if in_backward and not grad:
             return self._place_of_node(current_node()), "backward"
         place = self._where()
-        if grad and threading.get_ident() == self._thread and any(one.requires_grad for one in iter_tensors(args)):
+        if threading.get_ident() == self._thread and any(one.requires_grad for one in iter_tensors(args)):
             # The node was made just before.
             self._nodes.setdefault(number_of_nodes() - 1, (name, place))
         return place, "recomputation" if in_backward else "forward"

@@ -90,8 +90,8 @@ def test_recording_changes_nothing_and_a_rerun_has_the_same_bits(seed: int, mode
 @pytest.mark.parametrize("seed", range(15))
 def test_fp32_rerun_is_what_the_program_computes_in_fp32(seed: int, mode: str) -> None:
     reference = program(seed, mode).float()
-    # A sort may differ in fp32. A write through `.data` of half weights starts from the rounded value: torch counts
-    # writes to both tensors apart, so the next read of the weight is taken for one of an unknown value.
+    # A sort may differ in fp32. A tensor whose `.data` was replaced goes on counting its writes, so that the next read
+    # of it is taken for one of an unknown value, and the run in fp32 starts there from the half value.
     if "chosen" in reference.order or ("data" in reference.order and mode == "bf16 weights"):
         pytest.skip("not comparable")
     torch.manual_seed(1)

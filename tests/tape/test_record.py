@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,12 +53,13 @@ def test_write_in_another_thread_to_a_result() -> None:
 def test_tensor_and_its_data_are_one_memory() -> None:
     x = torch.ones(3)
     x.add_(1).add_(1)
+    data = x.data
     with record() as tape:
         # torch counts writes to the two apart: 0 and 2.
-        before = x.data * 2
+        before = data * 2
         between = x * 2
         x.add_(1)
-        after = x.data * 2
+        after = data * 2
     for value, expected in ((before, 6.0), (between, 6.0), (after, 8.0)):
         assert last_value(tape, value).tolist() == [expected] * 3
 
@@ -77,6 +80,13 @@ def test_random_result_that_is_written_to() -> None:
         result = noise + 1
     assert torch.equal(last_value(tape, result), result)
     assert {op.name for op in tape.ops if op.is_recorded} == {"aten::rand"}
+
+
+def test_tensors_without_values_are_left_out() -> None:
+    with record() as tape:
+        torch.empty(2, device="meta") + 1
+    assert list(tape.ops) == []
+    assert tape.incomplete is None
 
 
 def test_address_that_is_used_again() -> None:
@@ -113,18 +123,23 @@ def test_results_of_collectives_are_recorded_and_not_computed_again() -> None:
 
 def test_step_that_is_undone() -> None:
     norm, outside, fresh = torch.nn.BatchNorm1d(4), torch.zeros(4), []
+    drawn = torch.ones(3)
     before = [buffer.clone() for buffer in norm.buffers()]
     with record() as tape:
         norm(torch.randn(8, 4))
         outside.view(2, 2)[0] += 1
         norm.weight.data.mul_(2)
-        fresh.append(torch.zeros(2).add_(1))
+        fresh += [torch.zeros(2).add_(1), torch.rand(2).mul_(0)]
+        # Written to twice, with random numbers in between.
+        drawn.normal_()
+        drawn.mul_(2)
     assert int(norm.num_batches_tracked) == 1
     tape.undo()
     assert all(map(torch.equal, norm.buffers(), before))
     assert outside.tolist() == [0.0] * 4
     assert norm.weight.tolist() == [1.0] * 4
-    assert fresh[0].tolist() == [1.0, 1.0]
+    assert [value.tolist() for value in fresh] == [[1.0, 1.0], [0.0, 0.0]]
+    assert drawn.tolist() == [1.0] * 3
 
 
 def test_writes_are_undone_after_an_operator_that_is_missing() -> None:
@@ -135,6 +150,27 @@ def test_writes_are_undone_after_an_operator_that_is_missing() -> None:
     assert tape.incomplete is not None
     tape.undo()
     assert not x.any()
+
+
+def test_tensor_that_shows_another_memory() -> None:
+    x, y = torch.zeros(3), torch.arange(3.0)
+    with record() as tape:
+        before = x * 2
+        x.set_(y.untyped_storage(), 0, (3,), (1,))
+        after = x * 2
+        x.add_(1)
+    assert tape.incomplete is None
+    assert last_value(tape, before).tolist() == [0.0] * 3
+    assert last_value(tape, after).tolist() == [0.0, 2.0, 4.0]
+
+
+def test_write_after_the_data_of_a_tensor_was_replaced() -> None:
+    x = torch.zeros(3)
+    with record() as tape:
+        y = x * 2
+    x.data = torch.ones(3)
+    x.add_(1)
+    assert last_value(tape, y).tolist() == [0.0] * 3
 
 
 # -- places and phases --
@@ -167,7 +203,70 @@ def test_what_a_checkpoint_computes_again(reentrant: bool) -> None:
     assert torch.equal(last_value(tape, w.grad), w.grad)
 
 
+def test_node_of_a_graph_of_another_thread_has_no_place() -> None:
+    x, losses, tapes = torch.rand(4, requires_grad=True), [], []
+
+    def forward() -> None:
+        losses.append(x.exp().sum())
+
+    def backward() -> None:
+        # Numbers of nodes begin at 0 in each thread, so these are the same as those of the other graph.
+        with record(lambda: Place("here")) as tape:
+            x.sin().mean()
+            losses[0].backward()
+        tapes.append(tape)
+
+    for target in (forward, backward):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join()
+    places = {op.name: op.place for op in tapes[0].ops if op.phase == "backward"}
+    assert places["aten::mul"] == Place()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_backward_functions_of_the_program_and_of_torch() -> None:
+    x = torch.rand(1, 4, 3, 3, requires_grad=True)
+    with record(lambda: Place("here")) as tape:
+        torch.nn.CrossMapLRN2d(2)(Doubled.apply(x)).sum().backward()
+    places = [(op.name, op.place.function) for op in tape.ops if op.phase == "backward"]
+    # The last one is of the program. The others have no line of the program, not even that of `backward()`.
+    assert places[-1] == ("aten::mul", "here")
+    assert {name for name, place in places[:-1] if place is not None} <= {"aten::expand"}
+
+
 # -- beside other modes --
+
+
+class Noted(torch.Tensor):
+    """A tensor of a class that notes the functions that are called with it."""
+
+    calls: ClassVar[list[object]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.calls.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_class_of_the_program_sees_nothing_of_the_recording() -> None:
+    seen = []
+    for recording in (contextlib.nullcontext(), record()):
+        w = torch.ones(4).as_subclass(Noted).requires_grad_()
+        Noted.calls.clear()
+        with recording:
+            (w * w).sum().backward()
+        seen.append(list(Noted.calls))
+    assert seen[0] == seen[1]
 
 
 def test_selective_checkpoint() -> None:

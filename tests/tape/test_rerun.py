@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.tape import CannotRerun, Rerun, everything, record
+from autoamp.tape import CannotRerun, Load, Op, Place, Ref, Rerun, Tape, everything, record
 
 
 def test_chosen_operators_in_fp32() -> None:
@@ -139,6 +139,57 @@ def test_operator_without_a_kernel_for_fp32_runs_in_half() -> None:
     assert [op.name for op in run.left_half] == ["autoamp_test::half_alone"]
     assert run.value(ref).dtype is torch.float32
     assert run.value(ref)[0].item() == float(torch.tensor(1 / 3).half()) * 6
+
+
+@torch.library.custom_op("autoamp_test::laid_out", mutates_args=())
+def laid_out(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t() if x.dtype is torch.float32 else x.contiguous().clone()
+
+
+def test_result_that_is_laid_out_in_another_way_in_fp32() -> None:
+    x = torch.arange(6.0).view(2, 3).half()
+    with record() as tape:
+        y = laid_out(x)
+        y[0].mul_(2)
+        z = y.view(-1) + 1
+    ref = tape.find(z)
+    assert ref is not None
+    assert torch.equal(Rerun(tape, everything).finish().value(ref), z.float())
+
+
+def test_result_of_another_size_in_fp32() -> None:
+    x = torch.full((3,), 0.1)
+    with record() as tape:
+        half = x.half()
+        y = half[half >= x].sum()
+    ref = tape.find(y)
+    assert ref is not None
+    assert y.item() == 0
+    assert Rerun(tape, everything).finish().value(ref).item() == pytest.approx(0.3)
+
+
+def test_cast_that_returns_its_argument_in_fp32() -> None:
+    x = torch.ones(3)
+    with torch.inference_mode(), record() as tape:
+        # Under inference mode a cast is one operator, which returns what needs no cast.
+        y = x.to(torch.float16)
+        y.add_(1)
+        z = x + y
+    ref = tape.find(z)
+    assert ref is not None
+    assert next(op.name for op in tape.ops) == "aten::to"
+    assert Rerun(tape, everything).finish().value(ref).tolist() == z.tolist() == [3.0] * 3
+
+
+def test_softmax_of_a_gpu_that_makes_an_fp32_result() -> None:
+    # A CPU has no kernel that does both.
+    x = torch.tensor([0.0, 1.0]).half()
+    load = Load(0, x.dtype, x.untyped_storage(), x.untyped_storage())
+    refs = Ref(0, torch.float16, (2,), (1,), 0), Ref(1, torch.float32, (2,), (1,), 0)
+    op = Op(torch.ops.aten._softmax.default, [refs[0], -1, True], {}, refs[1], Place(), True, "forward")
+    run = Rerun(Tape(events=[load, op]), everything).finish()
+    assert run.left_half == []
+    assert torch.equal(run.value(refs[1]), torch.softmax(x.float(), -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
