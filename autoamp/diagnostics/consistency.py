@@ -33,10 +33,15 @@ from autoamp.torch_private import current_graph_task, undisturbed
 __all__ = ["ComparedPath", "Consistency", "ConsistencyCheck", "Difference"]
 
 _ON = {True: "on", False: "off"}
-_CASTS = ("aten::_to_copy", "aten::copy_")
+# The last is what inference mode shows of a cast.
+_CASTS = ("aten::_to_copy", "aten::copy_", "aten::to")
 _CASTS_AGAIN = "the graph that torch.compile made has the dtypes of training, but its code computes in others"
 _INFERENCE = "handle.inference"
 _PACKED = "handle.inference packs weights for oneDNN, whose kernels sum in another order"
+
+
+def _where(module: str | None, location: str | None) -> str:
+    return "".join(f" {word} {what}" for word, what in (("in", module), ("at", location)) if what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,8 @@ class Difference:
     reason: str | None
 
     def __str__(self) -> str:
-        where = "".join(f" {word} {what}" for word, what in (("in", self.module), ("at", self.location)) if what)
         what = f"{self.found}, {self.expected} in training" if self.found != self.expected else "other bits"
-        return f"{self.op}{where}: {what}" + (f"; {self.reason}" if self.reason else "")
+        return f"{self.op}{_where(self.module, self.location)}: {what}" + (f"; {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +234,7 @@ def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> 
         counts[step.phase, step.key] += 1
         if number >= len(expected[step.key]):
             if step.module is not None and reason is None:
-                reason = f"training does not have {step.name} in {step.module!r} at {step.location}"
+                reason = f"training does not have {step.name}{_where(step.module, step.location)}"
             continue
         before = expected[step.key][number]
         if dtype_found is None and (step.dtype is not before.dtype or _computed_apart(before, step)):

@@ -157,6 +157,17 @@ def test_attention_that_is_computed_in_another_dtype(bf16: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_that_is_computed_in_fp32_on_each_path(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    class Attention(nn.Module):
+        def forward(self, x):
+            return F.scaled_dot_product_attention(x, x, x)
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
+    handle = autoamp.init(device_type="cpu", dtype=dtype)
+    assert handle.consistency(Attention(), torch.randn(1, 2, 8, 8), backend="eager").is_consistent
+
+
 def test_compiled_code(bf16: Any) -> None:
     found = compared(bf16, torch.compiler.is_compiling, in_fp32, backend="eager")
     one = found["torch.compile"].dtype
@@ -175,6 +186,19 @@ def test_output_of_compiled_code(bf16: Any) -> None:
     assert (found.name, found.bits, found.failed) == ("torch.compile", None, None)
     assert found.dtype is not None
     assert (found.dtype.expected, found.dtype.found) == ("bfloat16", "float32")
+
+
+def test_call_that_training_does_not_have(bf16: Any) -> None:
+    class Wide(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if torch.is_grad_enabled() else y.double().sinh()
+
+    one = bf16.consistency(nn.Sequential(Wide(4, 4)), torch.randn(2, 4), backend=None).paths[0].dtype
+    assert one is not None
+    assert (one.op, one.expected, one.found) == ("output", "bfloat16", "float64")
+    assert one.reason is not None
+    assert one.reason.startswith("training does not have aten::sinh in 0 at ")
 
 
 def test_path_that_raises(bf16: Any) -> None:
