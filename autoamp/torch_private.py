@@ -38,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "autocast_registrations",
     "OpOverload",
+    "OperatorMode",
     "compiled_graphs",
     "compiler_callback",
     "current_graph_task",
@@ -214,6 +215,34 @@ start_no_graph: Callable[[Any], None] = _start_no_graph()
 """Keeps torch.compile from a graph that begins in a call of this function. Within a graph it is traced as others are.
 
 Where a name is missing it does nothing."""
+
+
+def _operator_mode() -> Any:
+    if DispatchMode is None:
+        return None
+
+    class OperatorMode(DispatchMode):  # type: ignore[misc]
+        supports_higher_order_operators = True
+
+        def __init_subclass__(cls) -> None:
+            super().__init_subclass__()
+            start_no_graph(cls.__torch_dispatch__)
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            # torch.compile compiles as it does without a mode.
+            return True
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            # torch would import Dynamo at the first operator, which takes a second. `start_no_graph` does the same.
+            return False
+
+    return OperatorMode
+
+
+OperatorMode: Any = _operator_mode()
+"""A `DispatchMode` that leaves torch.compile alone; a subclass has ``__torch_dispatch__``. None where that is None."""
 
 compiler_callback: Callable[[], Any] = _find("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 """What compiles the functions that are called now, in a call of what torch.compile returned; None or False for nothing.

@@ -23,7 +23,7 @@ from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError
 from autoamp.ops import Target
 from autoamp.patching import imitate, original_of
-from autoamp.torch_private import DispatchMode
+from autoamp.torch_private import OperatorMode
 
 __all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
 
@@ -291,19 +291,14 @@ class OperatorObserver(Observer):
         Raises:
             UsageError: This torch has no such modes.
         """
-        if DispatchMode is None:
+        if OperatorMode is None:
             raise UsageError(
                 "expected torch.utils._python_dispatch.TorchDispatchMode, which shows operators; torch "
                 f"{torch.__version__} lacks it. handle.count() works without it"
             )
         observer = self
 
-        class Mode(DispatchMode):  # type: ignore[misc]
-            @classmethod
-            def ignore_compile_internals(cls) -> bool:
-                # torch.compile compiles as without it.
-                return True
-
+        class Mode(OperatorMode):  # type: ignore[misc]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
                 if not observer._observation.paused:

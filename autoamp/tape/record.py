@@ -22,7 +22,7 @@ from autoamp.errors import UsageError
 from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs, ref_to, written
 from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
 from autoamp.torch_private import (
-    DispatchMode,
+    OperatorMode,
     OpOverload,
     compiled_graphs,
     current_graph_task,
@@ -156,7 +156,7 @@ class _Memories:
             raise _Full(f"the tape would hold more than {self._limit / 2**20:g} MiB")
 
 
-class _Recorder(DispatchMode or object):  # type: ignore[misc]
+class _Recorder(OperatorMode or object):  # type: ignore[misc]
     """The mode that records.
 
     Args:
@@ -165,8 +165,6 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         look: See `record`.
         limit: How many bytes the tape may hold.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: float) -> None:
         super().__init__()
@@ -180,11 +178,6 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         # A backward pass on a device runs in a thread of its own, which has this mode too.
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile as it does without a mode."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -312,7 +305,7 @@ def record(where: Callable[[], Place] = Place, *, look: Look | None = None, limi
     Raises:
         UsageError: This torch does not show operators.
     """
-    if DispatchMode is None or OpOverload is None:
+    if OperatorMode is None or OpOverload is None:
         raise UsageError(
             "expected torch.utils._python_dispatch.TorchDispatchMode and torch._ops.OpOverload, which show operators; "
             f"torch {torch.__version__} lacks them"

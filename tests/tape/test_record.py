@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from functools import partial
 from typing import ClassVar
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoamp.tape import CannotRerun, Place, Rerun, Tape, record
+from tests.launches import environment
 
 
 def last_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
@@ -294,6 +297,39 @@ def test_flop_counter(inside: bool) -> None:
     assert counter.get_total_flops() == 3 * 2 * 4**3
     assert w.grad is not None
     assert torch.equal(last_value(tape, w.grad), w.grad)
+
+
+def test_compiled_code_runs_as_it_does_without_a_recording() -> None:
+    graphs, runs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *args: (runs.append(1), graph(*args))[1]
+
+    def step(x):
+        y = torch.relu(x @ x)
+        torch._dynamo.graph_break()
+        return (y.sin() + 1).sum()
+
+    x = torch.randn(3, 3)
+    compiled = torch.compile(step, backend=backend)
+    expected, made, ran = compiled(x), len(graphs), len(runs)
+    whole = torch.compile(lambda x: x.sin() + 1, backend=backend, fullgraph=True)
+    with record() as tape:
+        result = compiled(x)
+    assert torch.equal(result, expected)
+    assert (len(graphs), len(runs)) == (made, 2 * ran)
+    assert torch.equal(last_value(tape, result), result)
+    with record() as tape:
+        whole(x)
+    assert tape.incomplete == "torch.compile has made code"
+    assert len(graphs) == made + 1
+
+
+def test_recording_imports_no_dynamo() -> None:
+    program = "import sys, torch\nfrom autoamp.tape import record\nwith record(): torch.ones(2) + 1\n"
+    program += "assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], env=environment(), check=True, timeout=60)
 
 
 # -- incomplete tapes --
