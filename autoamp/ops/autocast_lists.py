@@ -15,7 +15,7 @@ import torch
 
 from autoamp.ops.targets import known_ops
 from autoamp.rules import CastPolicy, CastRule, CastTable
-from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations
+from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations, schema_of
 
 __all__ = ["AutocastDifference", "autocast_differences", "autocast_policies"]
 
@@ -150,9 +150,9 @@ def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype
             kwargs = kwargs or {}
             if func.namespace == "prim":
                 return func(*args, **kwargs)
-            if func._schema.name == "aten::_to_copy":
+            if schema_of(func).name == "aten::_to_copy":
                 first.append(kwargs["dtype"])
-            names = [argument.name for argument in func._schema.arguments]
+            names = [argument.name for argument in schema_of(func).arguments]
             to_single = "half_to_float" in names and args[names.index("half_to_float")]
             seen.update(_dtypes_in((args, kwargs)), (_SINGLE,) if to_single else ())
             raise _StopError
@@ -185,7 +185,7 @@ def _dtypes_in(values: Any) -> Iterator[torch.dtype]:
 def _arguments(op: Any, device_type: str, dtypes: Iterator[torch.dtype]) -> dict[str, Any]:
     """Return arguments of the types that an operator takes, by name. Their values and sizes do not matter."""
     found: dict[str, Any] = {}
-    for argument in op._schema.arguments:
+    for argument in schema_of(op).arguments:
         kind = str(argument.type)
         if kind in ("Tensor", "List[Tensor]"):
             count = 1 if kind == "Tensor" else 2

@@ -198,7 +198,8 @@ def test_call_that_training_does_not_have(bf16: Any) -> None:
     assert one is not None
     assert (one.op, one.expected, one.found) == ("output", "bfloat16", "float64")
     assert one.reason is not None
-    assert one.reason.startswith("training does not have aten::sinh in 0 at ")
+    assert one.reason.startswith("training does not have ")
+    assert "sinh in 0 at " in one.reason
 
 
 def test_path_that_raises(bf16: Any) -> None:
