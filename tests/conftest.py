@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -99,6 +100,42 @@ def assert_pristine() -> None:
         and not ((owner, name) not in _PRISTINE and isinstance(getattr(torch, name, None), type(torch)))
     ]
     assert not changed, f"torch is not what it was: {changed}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose mark ``client`` names a module that is absent; fail it with ``AUTOAMP_CLIENTS=required``."""
+    mark = item.get_closest_marker("client")
+    absent = [name for name in (mark.args if mark else ()) if importlib.util.find_spec(name) is None]
+    if absent:
+        told = f"{', '.join(absent)} not installed; .ci/run says how to install what all tests need"
+        if os.environ.get("AUTOAMP_CLIENTS") == "required":
+            pytest.fail(f"{told}; AUTOAMP_CLIENTS=required", pytrace=False)
+        pytest.skip(told)
+
+
+def surroundings() -> dict[str, Any]:
+    """What a test finds in its process, besides torch, and may not change for the next one."""
+    # pytest tells in a variable which test runs; at their import scikit-learn sets variables of OpenMP, and setuptools
+    # adds a folder of its own to the path.
+    env = {f"${name}": value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "KMP_"))}
+    path = [folder for folder in sys.path if "site-packages" not in folder]
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    return {**env, "sys.path": path, "directory": os.getcwd(), "threads": threads, "dtype": dtype}
+
+
+_KNOWN = surroundings()
+
+
+@pytest.fixture(autouse=True)
+def same_surroundings() -> Iterator[None]:
+    """Prove that a test, and what was imported for it, left the process as it was at first."""
+    yield
+    now = surroundings()
+    changed = {name: now.get(name) for name in now | _KNOWN if now.get(name) != _KNOWN.get(name)}
+    # It is told of once.
+    _KNOWN.clear()
+    _KNOWN.update(now)
+    assert not changed, "a test, or what it imports, left this for the next test; let monkeypatch take it back"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 
 import pytest
@@ -99,7 +98,7 @@ def test_with_each_package(name: str, ended: dict[str, Ended]) -> None:
 
 
 @forks
-@pytest.mark.skipif(importlib.util.find_spec("autoamp_kernels") is None, reason="the kernels are not installed")
+@pytest.mark.client("autoamp_kernels")
 def test_the_environment_closes_all(ended: dict[str, Ended]) -> None:
     assert ended["closed"].code == 0, ended["closed"].err
 

@@ -17,6 +17,12 @@ from autoamp.cli import program_child
 from autoamp.cli.program_runs import ProgramRuns
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of `autoamp` puts the folder of the program on the path of its process, for good."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The path of the script, in the working directory."""

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -261,11 +262,28 @@ def test_constraints_are_exact_and_cover_what_is_required() -> None:
     assert names <= set(pins)
 
 
-def test_ci_runs_the_test_command_of_the_readme() -> None:
+# In the place of the programs that CI calls; none of these does anything.
+STUBS = """
+for name in pip python ruff mypy chromium chromedriver; do eval "$name() { echo $name \\"\\$@\\"; }"; done
+python3() { echo python3 "$@"; mkdir -p .venv/bin; touch .venv/bin/activate; }
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="CI is a script of bash")
+def test_ci_runs_the_commands_of_the_readme_first(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = [line for line in readme.splitlines() if line.startswith("python3 -m venv")]
-    assert len(commands) == 2
-    prepare, _, install_and_test = commands[1].partition(" && . .venv/bin/activate && ")
-    assert prepare == "python3 -m venv .venv"
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert script[-1].replace("pip install -q ", "pip install ") == install_and_test
+    commands = [line.split(" && ") for line in readme.splitlines() if line.startswith("python3 -m venv")]
+    assert [command[1] for command in commands] == [". .venv/bin/activate"] * 2
+    wanted = [" ".join(shlex.split(part)) for command in commands for part in command if part != command[1]]
+    (tmp_path / "stubs").write_text(STUBS)
+    environment = {**os.environ, "BASH_ENV": str(tmp_path / "stubs"), "TMPDIR": str(tmp_path)}
+    called = run(["bash", str(ROOT / ".ci" / "run")], env=environment).splitlines()
+    assert called[: len(wanted)] == wanted
+    # The default suite runs once, and its closing line is the last.
+    assert [place for place, line in enumerate(called) if line == "python -m pytest"] == [5, len(called) - 1]
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    left_out = re.findall(r"not (\w+)", config["tool:pytest"]["addopts"])
+    asked = {word for line in called if " -m " in line for word in re.split(r"\W+", line)}
+    assert {*left_out, "client"} - asked == {"null_cuda"}
+    assert {"ruff check .", "ruff format --check ."} <= set(called)

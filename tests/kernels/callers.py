@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import autoamp_kernels
 import torch
 from torch import Tensor
 
@@ -31,6 +30,8 @@ def tensors(seed: int, dtype: torch.dtype = WIDE) -> list[Tensor]:
 
 def offer_on_cpu() -> list[str]:
     """Let autoamp find a package that offers all kernels on a CPU; return what notes those that ran."""
+    import autoamp_kernels
+
     ran: list[str] = []
 
     def noting(name: str) -> Callable[..., None]:

@@ -1,13 +1,10 @@
-"""The tests of the distribution autoamp-kernels: as installed, or else built in place where a C++ compiler is found."""
+"""Tests of the distribution autoamp-kernels; those that compute with the compiled library need it installed."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
-import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -25,28 +22,6 @@ def is_older(target: Path, *others: Path) -> bool:
     """Tell whether a file is missing, or older than the kernels' sources and other files."""
     sources = [*(KERNELS / "src").iterdir(), KERNELS / "setup.py", *others]
     return not target.is_file() or target.stat().st_mtime < max(path.stat().st_mtime for path in sources)
-
-
-def is_installed() -> bool:
-    """Tell whether the package is installed in the version of these sources."""
-    version = re.search(r'^version = "(.*)"', (KERNELS / "pyproject.toml").read_text(), re.MULTILINE)
-    try:
-        return version is not None and importlib.metadata.version("autoamp-kernels") == version[1]
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-def build_in_place() -> None:
-    """Compile the library beside the package's modules, unless it is newer than its sources."""
-    target = KERNELS / "autoamp_kernels" / "libautoamp_kernels.so"
-    if is_older(target):
-        scratch = KERNELS / "build" / f"tests-{os.getpid()}"
-        command = [sys.executable, KERNELS / "setup.py", "library", target, scratch]
-        subprocess.run(command, check=True, env={**os.environ, "AUTOAMP_KERNELS_CUDA": "0"})
-        shutil.rmtree(scratch)
-    sys.path.insert(0, str(KERNELS))
-    # What tests start finds them as well: with kernels and without, numbers are not the same bits.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(KERNELS), os.environ.get("PYTHONPATH"))))
 
 
 def emulated_library() -> Path:
@@ -77,17 +52,19 @@ def compile_emulated(target: Path, header: Path) -> None:
         os.replace(fresh, target)
 
 
-if not is_installed() and COMPILER is not None:
-    build_in_place()
-
-collect_ignore_glob = [] if importlib.util.find_spec("autoamp_kernels") else ["test_*.py"]
-
-
 def imported_anew(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import the package once more: it loads its library once. Until the test ends ``import`` finds this one."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "autoamp_kernels"]:
+    """Import the package from its sources once more: it loads its library once. The test's end takes it back."""
+
+    def imported() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == "autoamp_kernels"]
+
+    monkeypatch.syspath_prepend(str(KERNELS))
+    for name in imported():
         monkeypatch.delitem(sys.modules, name)
-    return importlib.import_module("autoamp_kernels")
+    found = importlib.import_module("autoamp_kernels")
+    for name in imported():
+        monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))
+    return found
 
 
 @pytest.fixture

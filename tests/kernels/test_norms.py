@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
-import autoamp_kernels
 import pytest
 import torch
 from torch import Tensor
+
+with contextlib.suppress(ImportError):
+    import autoamp_kernels
+
+pytestmark = pytest.mark.client("autoamp_kernels")
 
 HALF = (torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

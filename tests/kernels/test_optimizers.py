@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
-import autoamp_kernels
 import pytest
 import torch
 from torch import Tensor
 
 from autoamp.optimizers import FusedLAMB
 from tests.kernels.without import WithoutKernels
+
+with contextlib.suppress(ImportError):
+    import autoamp_kernels
+
+pytestmark = pytest.mark.client("autoamp_kernels")
 
 SIZES = (1, 3, 16, 0, 33, 1000, 8192, 70001)
 HALF = (torch.bfloat16, torch.float16)
