@@ -14,17 +14,28 @@ import wrapt
 __all__: list[str] = []
 
 # `AUTOAMP_LISTS` is read wherever lists are.
-_OPTIONS = ("dtype", "device_type", "opt_level", "loss_scale")
+_VARIABLES = {f"AUTOAMP_{name.upper()}": name for name in ("dtype", "device_type", "opt_level", "loss_scale")}
 
 
 def _set_up(_: ModuleType) -> None:
     # A program that imports autoamp before torch sets it up itself; so does the command `autoamp`.
     if "autoamp" in sys.modules:
         return
+    from autoamp.cli.output import say
     from autoamp.cli.run import set_up_child
+    from autoamp.errors import AutoampError, UsageError
 
-    given = {name: os.environ.get(f"AUTOAMP_{name.upper()}") for name in _OPTIONS}
-    set_up_child({name: value for name, value in given.items() if value})
+    given = {variable: value for variable in _VARIABLES if (value := os.environ.get(variable))}
+    switch = os.environ["AUTOAMP"]
+    try:
+        if switch != "1":
+            raise UsageError(f"expected AUTOAMP=1, or AUTOAMP=0 for no mixed precision, got {switch!r}")
+        set_up_child({_VARIABLES[variable]: value for variable, value in given.items()})
+    except AutoampError as error:
+        variables = " ".join(f"{variable}={value}" for variable, value in {"AUTOAMP": switch, **given}.items())
+        say(f"{error}; the environment has {variables}", wrong=True)
+        # As the command does. A program that could catch this would go on in another precision.
+        raise SystemExit(2) from None
 
 
 wrapt.register_post_import_hook(_set_up, "torch")

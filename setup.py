@@ -19,10 +19,11 @@ class BuildWithLists(build_py):
         self.package_dir = {**self.package_dir, "autoamp.lists": "lists"}
 
     def run(self) -> None:
-        """Copy `autoamp.pth` too, which Python reads at its start; an editable install has none."""
+        """Copy `autoamp.pth` too, which Python reads at its start."""
         super().run()
-        if not self.editable_mode:
-            self.copy_file("autoamp.pth", self.build_lib)
+        # An editable install takes nothing from the build's folder. What is in that of the wheel is installed.
+        wheel = self.get_finalized_command("install").install_purelib if self.editable_mode else self.build_lib
+        self.copy_file("autoamp.pth", wheel)
 
 
 setup(cmdclass={"build_py": BuildWithLists})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import csv
 import importlib.metadata
 import importlib.util
 import os
@@ -99,13 +100,10 @@ def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has the wheel, the requirements, and of the repository nothing."""
+    """The Python of an environment that has the wheel, and nothing else."""
     folder = tmp_path_factory.mktemp("env")
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
-    site = site_of(folder)
-    wheel.extractall(site)
-    # As a path alone, so that .pth files there do not lead to the repository.
-    (site / "a_requirements.pth").write_text("\n".join({str(TORCH), sysconfig.get_path("purelib")}))
+    wheel.extractall(site_of(folder))
     return folder / "bin" / "python"
 
 
@@ -175,7 +173,7 @@ def test_installed_package_reads_its_lists(python: Path, editable: Path, sources
 def test_type_checkers_find_the_editable_install(editable: Path, sources: Path, tmp_path: Path, checker: str) -> None:
     pytest.importorskip(checker)
     # What they can follow: the folder, in a line of a .pth file, and no import hook.
-    (pth,) = site_of(editable.parents[1]).glob("*autoamp*.pth")
+    (pth,) = site_of(editable.parents[1]).glob("__editable__*.pth")
     assert [Path(line).resolve() for line in pth.read_text(encoding="utf-8").split("\n") if line] == [sources]
     assert not list(pth.parent.glob("*finder*"))
     program, wrong = tmp_path / "program.py", tmp_path / "wrong.py"
@@ -195,8 +193,9 @@ def test_type_checkers_find_the_editable_install(editable: Path, sources: Path, 
 
 
 def started(python: Path, folder: Path, *args: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run([python, *args], cwd=folder, env={**kept, **environ}, capture_output=True, text=True)
+    # The requirements alone: .pth files on this path are not read.
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join({str(TORCH), sysconfig.get_path("purelib")}), **environ}
+    return subprocess.run([python, *args], cwd=folder, env=given, capture_output=True, text=True)
 
 
 @pytest.mark.processes
@@ -230,9 +229,33 @@ def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp
     assert collected.stdout.startswith("torch.float16\n")
     quiet = started(python, tmp_path, "-c", "import sys; print({'torch', 'autoamp'} & set(sys.modules))", **on)
     assert quiet.stdout == "set()\n"
-    wrong = started(python, tmp_path, "program.py", **{**on, "AUTOAMP_OPT_LEVEL": "O7"})
-    assert (wrong.returncode, wrong.stdout) == (1, "")
-    assert "'O7' is unknown" in wrong.stderr
+    for variables, message in (
+        ({"AUTOAMP_OPT_LEVEL": "O7"}, "--opt-level 'O7' is unknown"),
+        ({"AUTOAMP_DTYPE": "half"}, "--dtype 'half' is unknown"),
+        ({"AUTOAMP": "true"}, "expected AUTOAMP=1"),
+    ):
+        wrong = started(python, tmp_path, "program.py", **{**on, **variables})
+        assert (wrong.returncode, wrong.stdout) == (2, "")
+        (line,) = wrong.stderr.splitlines()
+        assert line.startswith(f"autoamp: {message}")
+        assert all(f"{name}={value}" in line for name, value in variables.items())
+
+
+@pytest.mark.processes
+@needs_build_tools
+def test_the_environment_does_so_in_an_editable_install(editable: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    on = {"AUTOAMP": "1", "AUTOAMP_DEVICE_TYPE": "cpu", "AUTOAMP_DTYPE": "fp16"}
+    assert started(editable, tmp_path, "program.py", **on).stdout == "torch.float16\n"
+    assert started(editable, tmp_path, "program.py", **{**on, "AUTOAMP": "0"}).stdout == "torch.float32\n"
+
+
+@needs_build_tools
+def test_pip_uninstalls_all_of_an_editable_install(editable: Path) -> None:
+    site = site_of(editable.parents[1])
+    (record,) = site.glob("autoamp-*.dist-info/RECORD")
+    recorded = {site / row[0] for row in csv.reader(record.read_text(encoding="utf-8").splitlines())}
+    assert {site / "autoamp.pth", *site.glob("*.pth")} <= recorded
 
 
 # -- what the files say --
