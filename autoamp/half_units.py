@@ -45,10 +45,17 @@ def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False)
         device_type: For types that torch has no information on, the result is True.
         start_cuda: Whether to initialize CUDA in order to ask it. That fixes the GPUs that this process and its forks
             see. If CUDA is neither initialized nor to be initialized, the result is True.
+
+    Raises:
+        UsageError: The environment variable names something else.
     """
     configured = os.environ.get(ENVIRONMENT_VARIABLE)
     if configured is not None:
-        return HALF_NAMES[dtype] in (name.strip() for name in configured.split(","))
+        names = {name.strip() for name in configured.split(",")} - {""}
+        if not names <= {*HALF_NAMES.values()}:
+            rule = "expected 'bf16', 'fp16', 'bf16,fp16', or '' for none"
+            raise UsageError(f"{ENVIRONMENT_VARIABLE}={configured!r}: {rule}")
+        return HALF_NAMES[dtype] in names
     if device_type == "cpu":
         return dtype in _units_of_cpu()
     if device_type == "cuda" and torch.version.hip is None and (start_cuda or torch.cuda.is_initialized()):

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_DEPTH",
     "PLAIN_TYPES",
     "are_dense_fp32",
+    "compacted",
     "default_device_type",
     "dtype_name",
     "iter_tensors",
@@ -169,6 +170,13 @@ def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
     for key, item in mapped.items():
         rebuilt[key] = item
     return rebuilt
+
+
+def compacted(tensor: Tensor) -> Tensor:
+    """Return a tensor without the rest of a larger one that it is a part of."""
+    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -133,7 +133,7 @@ def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
 
 def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
-        spec = importlib.util.find_spec(name)
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:

@@ -75,7 +75,7 @@ def program_runs(chosen: argparse.Namespace) -> Iterator[ProgramRuns]:
     if chosen.dtype is None and not has_units(default_half_dtype(kind), kind):
         why = missing_units(default_half_dtype(kind), kind)
         raise UsageError(f"{why}, and programs run in fp32 there; to use half precision anyway, give --dtype")
-    if chosen.tolerance < 0 or chosen.survey_steps < 1:
+    if not chosen.tolerance >= 0 or chosen.survey_steps < 1:
         raise UsageError("--survey-steps must be 1 or more, and --tolerance 0 or more")
     if not chosen.is_module and not os.path.exists(chosen.program):
         raise UsageError(f"can't open file {chosen.program!r}; give the path of a script, or -m a module")

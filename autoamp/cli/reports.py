@@ -19,9 +19,15 @@ def report(chosen: argparse.Namespace) -> int:
     if not is_page(chosen.output):
         raise UsageError(f"--output {chosen.output!r} must end in .html")
     document = load_report(chosen.run)
-    write_report(chosen.output, document)
+    try:
+        found = failures(document, chosen.fail_on) if chosen.fail_on else []
+        write_report(chosen.output, document)
+    except UsageError:
+        raise
+    except Exception as error:
+        remedy = "give a file as autoamp run --report FILE.json wrote it"
+        raise UsageError(f"{chosen.run!r} is damaged ({type(error).__name__}: {error}); {remedy}") from None
     say(f"wrote {chosen.output}")
-    found = failures(document, chosen.fail_on) if chosen.fail_on else []
     for line in found:
         say(f"{chosen.run}: {line}")
     return FAILED if found else 0

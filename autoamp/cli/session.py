@@ -46,6 +46,8 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
     loss_scale = loss_scale_of(options.loss_scale)
     if options.opt_level not in LEVELS:
         raise UsageError(f"--opt-level {options.opt_level!r} is unknown; choose {', '.join(LEVELS)}")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UsageError(f"--dtype {options.dtype!r} is unknown; choose {', '.join(DTYPES)}")
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if options.device_type is not None:
         check_device(device_type_of(options.device_type))

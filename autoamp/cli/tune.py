@@ -28,6 +28,8 @@ def tune(chosen: argparse.Namespace) -> int:
         )
     if chosen.seeds < 1:
         raise UsageError("--seeds must be 1 or more")
+    if not chosen.max_error >= 0:
+        raise UsageError("--max-error must be 0 or more")
     seeds = range(chosen.seed, chosen.seed + chosen.seeds)
     with program_runs(chosen) as runs:
         seconds = _SURVEY * runs.budget

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from autoamp.diagnostics.records import Record
@@ -32,7 +31,7 @@ from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overf
 from autoamp.errors import UsageError
 from autoamp.rules import ModulePrecision
 from autoamp.stepping import several_processes
-from autoamp.tensors import iter_tensors, map_tensors, version_of
+from autoamp.tensors import compacted, iter_tensors, map_tensors, version_of
 
 __all__ = ["Capsule", "CapsuleWriter", "load_capsule", "versions"]
 
@@ -155,28 +154,29 @@ def load_capsule(path: str | Path, tell: Callable[[str], None]) -> Capsule:
         with zipfile.ZipFile(path) as archive:
             finding = json.loads(archive.read("finding.json"))
             step = io.BytesIO(archive.read("step.pt"))
+        is_ours, text, python = finding.pop("format") == _FORMAT, finding["text"], finding["versions"]["python"]
+        writer = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
     except OSError as error:
         raise UsageError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (zipfile.BadZipFile, KeyError):
-        finding = {}
-    if finding.pop("format", None) != _FORMAT:
+    except (zipfile.BadZipFile, AttributeError, LookupError, TypeError, ValueError):
+        is_ours = False
+    if not is_ours:
         raise UsageError(f"{str(path)!r} is no capsule of this version of autoamp; give a file of run --capsule")
-    tell(finding["text"])
-    python = finding["versions"]["python"]
+    tell(text)
     if python.rpartition(".")[0] != platform.python_version().rpartition(".")[0]:
         raise UsageError(
             f"{str(path)!r} has code of Python {python}, this is {platform.python_version()}; use that one"
         )
     try:
         loaded = torch.load(step, weights_only=False)
-    except (RuntimeError, ImportError, AttributeError, TypeError) as error:
-        # As of a capsule of CUDA tensors on a machine without, or of a package that is not installed here.
-        writer = ", ".join(f"{name} {version}" for name, version in finding["versions"].items())
+        for record in loaded["records"]:
+            record.versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(record.inputs)]
+        return Capsule(**finding, **loaded)
+    except Exception as error:
+        # As of a capsule of CUDA tensors on a machine without, of a package that is not installed here, or of the
+        # program's own `__setstate__`.
         first = str(error).partition("\n")[0]
         raise UsageError(f"cannot load {str(path)!r}: {first}; it was written by {writer}") from None
-    for record in loaded["records"]:
-        record.versions = [(tensor, version_of(tensor)) for tensor in iter_tensors(record.inputs)]
-    return Capsule(**finding, **loaded)
 
 
 def versions() -> dict[str, str]:
@@ -187,15 +187,8 @@ def versions() -> dict[str, str]:
 
 def _kept(record: Record) -> Record:
     """Return a record as the file has it. The versions of tensors are those of this process."""
-    inputs, gradients = map_tensors(record.inputs, _compact), map_tensors(record.gradients, _compact)
+    inputs, gradients = map_tensors(record.inputs, compacted), map_tensors(record.gradients, compacted)
     return replace(record, module=unwrapped(record.module), inputs=inputs, gradients=gradients, versions=[])
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor without the rest of a larger one that it is a part of."""
-    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
-        return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _cloudpickle() -> Any:

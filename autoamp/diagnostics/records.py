@@ -29,7 +29,7 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.inspector import OpWatch, fp32_sum
 from autoamp.errors import UsageError
 from autoamp.patching import imitate
-from autoamp.tensors import iter_tensors, map_tensors, version_of
+from autoamp.tensors import compacted, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import compiled_graphs, current_graph_task
 
 __all__ = ["Record", "RecordedStep", "Recorder", "random_states", "set_random_states"]
@@ -245,6 +245,8 @@ class Recorder:
         step, value = self._open_step(), loss.detach()
         is_single = loss.numel() == 1
         if (self.armed or is_single) and len(step.losses) < _MAX_RECORDS:
+            # An element of the outputs would keep all of them until the next step.
+            value = compacted(value) if is_single and type(value) is Tensor else value
             step.losses.append(value)
             if is_single and type(scale) is float and scale == 1.0:
                 step.unscaled.append(value)

@@ -223,6 +223,17 @@ def test_a_loss_of_inf_under_an_own_scaler_is_skipped_or_raises() -> None:
     assert torch.equal(weight, before)
 
 
+def test_a_loss_keeps_no_outputs_that_it_is_an_element_of() -> None:
+    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    outputs = torch.nn.Linear(4, 1000)(torch.ones(2, 4))
+    storage = outputs.untyped_storage()._weak_ref()
+    outputs[0, 0].backward()
+    del outputs
+    expired = torch.UntypedStorage._expired(storage)
+    torch.UntypedStorage._free_weak_ref(storage)
+    assert expired
+
+
 def test_a_bad_choice_is_told() -> None:
     with pytest.raises(autoamp.UsageError, match="'ignore' is unknown; choose 'warn', 'raise', 'skip'"):
         autoamp.init(device_type="cpu", on_nonfinite="ignore")
