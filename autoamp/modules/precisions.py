@@ -38,8 +38,10 @@ class Override:
         undone: Callable[[Override], None],
     ) -> None:
         self._tags = tags
-        self._tagged = [(weakref.ref(module), tags.give(module, given)) for module, given in precisions.items()]
         self._undone = undone
+        self._tagged = [
+            (weakref.ref(module, self._gone), tags.give(module, given)) for module, given in precisions.items()
+        ]
 
     def undo(self) -> None:
         """Restore the precision of every module. Overrides may be undone in any order, and more than once."""
@@ -47,6 +49,11 @@ class Override:
             reference, tag = self._tagged.pop()
             self._tags.take(tag, reference())
         self._undone(self)
+
+    def _gone(self, _: object) -> None:
+        """Do as if this were undone once none of the modules exists; copies of them keep their precision."""
+        if not any(True for _ in self.modules()):
+            self._undone(self)
 
     def modules(self) -> Iterator[Module]:
         """Iterate over the modules that still exist."""

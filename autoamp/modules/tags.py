@@ -1,13 +1,15 @@
 """What single modules are given: a random string in the module's ``__dict__``, and here what the string means.
 
 A module that is given something refers to nothing of ours, and nothing here refers to it. A copy carries the string
-along, and with it what the module was given; to another handle or process the string means nothing.
+along, and with it what the module was given; to another handle or process the string means nothing. The string means
+something as long as the module lives, or a copy of it that is no pickle's.
 """
 
 from __future__ import annotations
 
 import uuid
-from typing import Generic, TypeVar
+import weakref
+from typing import Any, Generic, TypeVar
 
 from torch.nn import Module
 
@@ -17,6 +19,16 @@ TAGS = "_autoamp_tags"
 """The entry of a module's ``__dict__`` that has its tags, a tuple of strings. One without tags has no such entry."""
 
 T = TypeVar("T")
+
+
+class _Tag(str):
+    """A tag that a module shares with its copies, so that it lives as long as one of them. In a pickle it is a str."""
+
+    def __deepcopy__(self, memo: Any) -> _Tag:
+        return self
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
 
 
 class ModuleTags(Generic[T]):
@@ -31,10 +43,12 @@ class ModuleTags(Generic[T]):
 
     def give(self, module: Module, value: T) -> str:
         """Give a module a value, above those that it was given before, and return the tag, for `take`."""
-        tag = uuid.uuid4().hex
-        self.values[tag] = value
+        tag = _Tag(uuid.uuid4().hex)
+        key = str(tag)
+        self.values[key] = value
+        weakref.finalize(tag, self.values.pop, key, None).atexit = False
         vars(module)[TAGS] = (*vars(module).get(TAGS, ()), tag)
-        return tag
+        return key
 
     def find(self, module: Module) -> str | None:
         """Return the tag of the last value that a module was given, or the one it is a copy of; None without any."""
@@ -60,5 +74,5 @@ class ModuleTags(Generic[T]):
 
     def join(self, other: ModuleTags[T]) -> None:
         """Share all values with other tags from now on."""
-        other.values.update(self.values)
-        self.values = other.values
+        self.values.update(other.values)
+        other.values = self.values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import warnings
 from collections import OrderedDict, defaultdict, namedtuple
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import autoamp
+from autoamp.runtime import runtime_of
 from tests.modules.watches import Calls
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}
@@ -504,3 +506,18 @@ def test_buffers_load_unrounded() -> None:
     assert torch.equal(model.state_dict()["table"], source.table)
     initialize(model, opt_level="O0")
     assert torch.equal(model.table, source.table)
+
+
+def test_nothing_is_kept_of_models_that_are_gone() -> None:
+    for _ in range(2):
+        initialize(two_layers(), opt_level="O3")
+    model = initialize(two_layers(), opt_level="O3")
+    twin, inputs = copy.deepcopy(model), torch.ones(2, 3)
+    del model
+    gc.collect()
+    models = runtime_of(autoamp.current_handle()).models
+    assert len(models.forward_dtypes.values) == 1
+    assert twin(inputs).dtype is torch.float32
+    del twin
+    gc.collect()
+    assert not models.forward_dtypes.values

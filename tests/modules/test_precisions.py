@@ -251,3 +251,28 @@ def test_a_name_as_programs_import_it_is_an_error_with_its_whole_name(lists: dic
     with pytest.raises(autoamp.ListFileError, match=rf"did you mean '{re.escape(meant)}'"):
         autoamp.init(device_type="cpu", lists=lists)
     assert autoamp.current_handle() is None
+
+
+# -- lifetime --
+
+
+def test_nothing_is_kept_of_modules_that_are_gone(handle: autoamp.Handle) -> None:
+    def kept() -> tuple[int, int]:
+        gc.collect()
+        precisions = runtime_of(handle).precisions
+        return len(precisions._overrides), len(precisions._tags.values)
+
+    model = Outer()
+    handle.override(model.middle, "fp32")
+    clone = copy.deepcopy(model)
+    del model
+    assert kept() == (0, 1)
+    assert computed(clone) == [HALF, FP32, FP32, HALF]
+    twin = copy.copy(copy.deepcopy(clone))
+    del clone
+    assert computed(twin) == [HALF, FP32, FP32, HALF]
+    del twin
+    assert kept() == (0, 0)
+    for _ in range(3):
+        handle.override(nn.Linear(1, 1), "fp32")
+    assert kept() == (0, 0)
