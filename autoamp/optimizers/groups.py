@@ -142,7 +142,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor) and value.is_floating_point() and name != "step":
                     self.state[param][name] = value.detach().to(param.device, _wide(param)).clone()
         for group in self.param_groups:
-            steps = [int(self.state[param].pop("step")) for param in group["params"] if "step" in self.state[param]]
+            states = [self.state[param] for param in group["params"] if param in self.state]
+            steps = [int(state.pop("step")) for state in states if "step" in state]
             if steps:
                 group.setdefault("step", max(steps))
             if "step" in group:

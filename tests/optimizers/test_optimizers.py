@@ -331,6 +331,18 @@ def test_half_parameters_have_fp32_state_that_a_checkpoint_keeps(kind: Any, half
     assert torch.equal(param, loaded)
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedSGD, FusedAdagrad, FusedNovoGrad, FusedMixedPrecisionLamb])
+def test_a_checkpoint_adds_no_state(kind: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = kind(params, lr=0.01, **({"momentum": 0.9} if kind is FusedSGD else {}))
+    params[1].grad = torch.ones(2)
+    optimizer.step()
+    assert list(optimizer.state) == [params[1]]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert list(optimizer.state) == [params[1]]
+    assert list(optimizer.state_dict()["state"]) == [1]
+
+
 def test_masters_keep_what_half_rounds_off() -> None:
     plain, kept = torch.nn.Parameter(torch.ones(1).half()), torch.nn.Parameter(torch.ones(1).half())
     optimizers = [FusedAdam([plain], lr=1e-4), FusedAdam([kept], lr=1e-4, master_weights=True)]
