@@ -8,6 +8,7 @@ import itertools
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -420,6 +421,23 @@ def test_in_place_keeps_self_s_dtype_and_computes_as_the_list_says(handle: autoa
     # 300 ** 2 overflows half: what it is in fp32 is rounded once, to inf.
     assert torch.equal(big.clone().pow_(2).pow_(0.5), torch.full((2,), torch.inf, dtype=HALF))
     assert torch.equal((big**2).pow_(0.5), torch.full((2,), 300.0))
+
+
+def test_a_rule_casts_an_in_place_form_to_half_where_it_names_that_form(half: torch.dtype) -> None:
+    value = torch.full((2, 2), 1 + 2.0**-12)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x.abs_(), lambda x: x.mul_(1), lambda x: x.addmm_(x, torch.zeros(2, 2, dtype=half)),
+        lambda x: torch.abs(x, out=x.clone()), lambda x: torch.mm(x, torch.eye(2, dtype=half), out=x.clone()),
+    ]  # fmt: skip
+    autoamp.init(device_type="cpu", dtype=half, lists={"extends": [], "fp16": ["abs", "mul", "addmm", "mm"]})
+    assert value.abs().dtype is half
+    for call in calls:
+        assert torch.equal(call(value.clone()), value)
+    autoamp.init(device_type="cpu", dtype=half, lists={"extends": [], "fp16": ["abs_", "mul_", "addmm_"]})
+    for call in calls[:3]:
+        result = call(value.clone())
+        assert result.dtype is FP32
+        assert torch.equal(result, value.to(half).float())
 
 
 SUMS_IN_PLACE = {
