@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LEVELS
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
+from autoamp.rules import CastTable, package_tables
 from autoamp.runtime import BaseHandle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
 
@@ -215,7 +217,7 @@ class Run:
             masters=now.optimizers.has_masters,
             rank=_rank_variable("RANK"),
             ranks=_rank_variable("WORLD_SIZE"),
-            lists=now.settings.table.sources if now.settings.enabled else (),
+            lists=_lists_in_force(now.settings.table) if now.settings.enabled else (),
             memory=self._memory,
             peak_rss=peak_rss(),
         )
@@ -246,6 +248,12 @@ class Run:
             "scaling_left_to": yielded_to,
             "unused_scaler": self._scaling.has_unused_scaler and counts.own_scale is None,
         }
+
+
+def _lists_in_force(table: CastTable) -> tuple[str, ...]:
+    """Return the files of the lists, without those of packages that were not imported."""
+    absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
+    return tuple(source for source in table.sources if source not in absent)
 
 
 def _rank_variable(name: str) -> int | None:
