@@ -22,6 +22,7 @@ import torch.testing._internal.distributed.fake_pg
 import torch.utils.checkpoint
 
 import autoamp
+from autoamp.rules import loader
 from autoamp.runtime import active
 from autoamp.stepping import open_blocks
 
@@ -144,6 +145,15 @@ def frozen_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_package_lists(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out the lists of packages that happen to be installed, but for the tests of such lists."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.module.__name__.rpartition(".")[2] not in ("test_package_lists", "test_torchvision"):
+            patched.setattr(loader, "find_package_lists", lambda: ())
+        yield
 
 
 @pytest.fixture(autouse=True)
