@@ -69,7 +69,7 @@ def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
     if table.modules:
         lines += [*([""] if lines else []), "[modules]"]
         lines += aligned([(rule.pattern, rule.precision.value, str(rule.origin)) for rule in table.modules])
-    shipped = [(one.owner, str(one.file)) for one, _ in package_tables()]
+    shipped = [(one.owner, str(one.file)) for one, _ in package_tables() if str(one.file) in table.sources]
     if shipped:
         lines += ["", "[lists of packages]", *aligned(shipped)]
     return lines
