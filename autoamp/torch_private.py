@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -33,20 +34,25 @@ __all__ = [
     "MODULES_OF_NORMS",
     "RECOMPUTATION",
     "RECURRENT",
+    "SCRIPTED",
+    "STRICT_EXPORT",
     "TELLS_GRAPH_TASKS",
     "DispatchMode",
     "FakeTensorMode",
     "OpOverload",
     "OperatorMode",
+    "attribute_in_dynamo",
     "autocast_registrations",
     "compiled_graphs",
     "compiler_callback",
     "current_graph_task",
     "current_node",
     "dispatch_modes",
+    "dynamo_names",
     "engine_reaches",
     "flatten",
     "flatten_recurrent_weights",
+    "forget_compiled_code",
     "function_of_node",
     "in_dual_level",
     "in_function_mode",
@@ -55,15 +61,22 @@ __all__ = [
     "is_intercepted",
     "is_parallelized",
     "is_transformed",
+    "mark_constant",
+    "method_in_dynamo",
     "mkldnn",
     "mkldnn_enabled",
     "names_of_builtins",
     "normed_weight",
     "number_of_node",
     "number_of_nodes",
+    "partial_in_dynamo",
     "remove_function_mode",
     "schema_of",
     "start_no_graph",
+    "trace_as",
+    "traced_frame",
+    "traced_in_place_of",
+    "tracing_context",
     "tracing_state",
     "two_in_one",
     "undisturbed",
@@ -196,6 +209,12 @@ def compiled_graphs() -> int:
     return int(counters.get("stats", {}).get("unique_graphs", 0))
 
 
+def forget_compiled_code() -> None:
+    """Let torch.compile compile anew what it has compiled so far, whose guards do not look at methods of tensors."""
+    if compiled_graphs():
+        getattr(sys.modules["torch._dynamo"], "reset_code_caches", lambda: None)()
+
+
 def _start_no_graph() -> Callable[[Any], None]:
     eval_frame = "torch._C._dynamo.eval_frame."
     names = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
@@ -243,6 +262,90 @@ def _operator_mode() -> Any:
 
 OperatorMode: Any = _operator_mode()
 """A `DispatchMode` that leaves torch.compile alone; a subclass has ``__torch_dispatch__``. None where that is None."""
+tracing_context: Callable[[], Any] = _find("torch._guards.TracingContext.try_get", lambda: None)
+"""The object that stands for one try of Dynamo to trace a function; None where it traces none.
+
+Where it is missing, always None."""
+
+
+def traced_frame() -> tuple[str, str] | None:
+    """Return the module and the name of the function that Dynamo traces now; None where it traces none."""
+    if tracing_context() is None:
+        return None
+    translator = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
+    try:
+        traced = translator.current_tx().output.current_tx  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+    return traced.f_globals.get("__name__") or "", traced.f_code.co_name
+
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def mark_constant(function: T) -> T:
+    """Let Dynamo call a function while it traces, with its constant arguments, and take the result for a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def trace_as(traced: Callable[..., Any]) -> Callable[[T], T]:
+    """Return a decorator that lets Dynamo trace ``traced`` in place of a function."""
+
+    def decorate(function: T) -> T:
+        function._torchdynamo_inline = traced  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+STRICT_EXPORT = "_strict_export"
+"""The name in `torch.export._trace` of what exports by Dynamo. Without it that export may cast ops twice."""
+
+
+def dynamo_names() -> Sequence[tuple[Any, str]]:
+    """Return what is patched of Dynamo, once it is imported, as owners and names; nothing where one of them is missing.
+
+    They find the attribute of a tensor, call an operator, run a node with fake tensors, and call the backend. Without
+    them a graph calls methods and operators by their names, and casts when it runs.
+    """
+    modules = sys.modules.get
+    owners = (
+        (getattr(modules("torch._dynamo.variables.tensor"), "TensorVariable", None), "var_getattr"),
+        (getattr(modules("torch._dynamo.variables.builtin"), "BuiltinVariable", None), "call_function"),
+        (modules("torch._dynamo.utils"), "run_node"),
+        (getattr(modules("torch._dynamo.output_graph"), "OutputGraph", None), "call_user_compiler"),
+    )
+    return owners if all(hasattr(owner, name) for owner, name in owners) else ()
+
+
+def method_in_dynamo(tx: Any, name: str) -> Any:
+    """Return Dynamo's variable of a method of `Tensor`, with guards on what the method is now."""
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables.base import VariableTracker
+
+    source = AttrSource(AttrSource(tx.import_source("torch"), "Tensor"), name)
+    return VariableTracker.build(tx, inspect.getattr_static(Tensor, name), source)
+
+
+def partial_in_dynamo(function: Any, *args: Any) -> Any:
+    """Return Dynamo's variable of a function with its first arguments."""
+    from torch._dynamo.variables.functions import FunctoolsPartialVariable
+
+    return FunctoolsPartialVariable(function, [*args], {})
+
+
+def attribute_in_dynamo(owner: Any, name: str) -> Any:
+    """Return Dynamo's variable of an attribute that torch itself is to find, such as a method of a tensor."""
+    from torch._dynamo.variables import GetAttrVariable
+
+    return GetAttrVariable(owner, name)
+
+
+def traced_in_place_of(function: Any) -> Any:
+    """Return what Dynamo traces in place of a function, by `trace_as`; None for a function that it traces itself."""
+    return inspect.getattr_static(function, "_torchdynamo_inline", None)
+
 
 compiler_callback: Callable[[], Any] = _find("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 """What compiles the functions that are called now, in a call of what torch.compile returned; None or False for nothing.
@@ -431,6 +534,11 @@ def _names_of_builtins() -> tuple[Callable[[Any], Any], Callable[[], dict[int, A
 
 names_of_builtins: tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]] = _names_of_builtins()
 """TorchScript's look-up of the operator of a builtin, and its table. Without them it compiles no op that is listed."""
+
+SCRIPTED: tuple[Any, ...] = tuple(
+    kind for kind in (_find(f"torch._C.{name}", None) for name in ("ScriptMethod", "ScriptFunction")) if kind
+)
+"""The classes of compiled methods and functions of TorchScript. One that is missing calls its code without casts."""
 
 two_in_one: Any = _find("torch._jit_internal.boolean_dispatched", {})
 """TorchScript's table of the functions that call one of two others by a flag."""

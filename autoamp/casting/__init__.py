@@ -6,7 +6,7 @@ from autoamp.casting.cache import CastCache, cast_for_any_mode, serves_others
 from autoamp.casting.casters import CastArgs, cast_call, dtype_with_sparse
 from autoamp.casting.casts import Casts
 from autoamp.casting.flat_weights import RECURRENT_LAYERS, LayOut, flat_layout, flatten_weights, lay_out_for_cudnn
-from autoamp.casting.threads import Switches, Token
+from autoamp.casting.threads import Switches, ThreadState, Token, TracedSwitches
 
 __all__ = [
     "RECURRENT_LAYERS",
@@ -15,7 +15,9 @@ __all__ = [
     "Casts",
     "LayOut",
     "Switches",
+    "ThreadState",
     "Token",
+    "TracedSwitches",
     "cast_call",
     "cast_for_any_mode",
     "dtype_with_sparse",

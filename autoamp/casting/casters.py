@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from autoamp.casting.cache import CastCache
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
-from autoamp.torch_private import is_any_autocast_enabled
+from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
 __all__ = ["CASTABLE_DTYPES", "CastArgs", "build_caster", "cast_call", "dtype_with_sparse"]
 
@@ -42,19 +42,22 @@ def build_caster(
     castable, strided, plain = CASTABLE_DTYPES, torch.strided, PLAIN_TYPES
     # Reading these attributes takes a third of the time of ``tensor.device.type``.
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-    compiling, any_autocast, autocast_rules = (
-        torch.compiler.is_dynamo_compiling, is_any_autocast_enabled, torch.is_autocast_enabled
-    )  # fmt: skip
+    any_autocast, autocast_rules = is_any_autocast_enabled, torch.is_autocast_enabled
     local: Any = None if cache is None else cache.local
     cached: Any = None if cache is None else cache.cast
     share: Any = None if cache is None else cache.share
 
+    def cast_traced(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
+        # A compiler shares casts within its graph.
+        return args if any_autocast() and autocast_rules(device_type) else _cast_all(args, target, convert, device_type)
+
+    @trace_as(cast_traced)
     def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
-        # In an autocast region of this device type torch casts. A compiler shares casts within its graph.
+        # In an autocast region of this device type torch casts.
         if any_autocast() and autocast_rules(device_type):
             return args
         entries, pins, new = None, None, None
-        if cache is not None and not compiling():
+        if cache is not None:
             entries, pins = local.entries, cache.pins
         for place, arg in enumerate(args):
             kind = type(arg)
@@ -65,7 +68,8 @@ def build_caster(
                 if not (arg.is_cpu if on_cpu else arg.is_cuda if on_cuda else arg.device.type == device_type):
                     continue
                 if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
-                    return _cast_with_sparse(args, dtype_with_sparse(iter_tensors(args), target), device_type)
+                    common = dtype_with_sparse(iter_tensors(args), target)
+                    return _cast_all(args, common, convert if common is target else Tensor.float, device_type)
                 if kind is Parameter and ((entries is not None and id(arg) in entries) or (pins and id(arg) in pins)):
                     cast = cached(arg, convert)
                 elif kind is Tensor and shares and entries is not None and arg.requires_grad:
@@ -78,7 +82,7 @@ def build_caster(
             elif kind in plain:
                 continue
             elif (kind is list or kind is tuple) and all(type(item) in _TENSORS for item in arg):
-                # Usually the weights of a recurrent layer, or its states. Dynamo cannot tell whether it is a new list.
+                # Usually the weights of a recurrent layer, or its states.
                 cast = cast_args(arg, shares)
                 cast = tuple(cast) if kind is tuple else cast
             else:
@@ -91,11 +95,18 @@ def build_caster(
     return cast_args
 
 
-def _cast_with_sparse(args: Sequence[Any], target: torch.dtype, device_type: str) -> Sequence[Any]:
-    """Cast the arguments of a call one of which is sparse, that one too."""
+def _cast_all(
+    args: Sequence[Any], target: torch.dtype, convert: Callable[[Tensor], Tensor], device_type: str
+) -> Sequence[Any]:
+    """Cast the arguments of a call whatever their layout, for one that is sparse, and for Dynamo.
+
+    Dynamo refuses to read layouts in the backward of a custom function, and takes no sparse tensors.
+    """
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(target) if tensor.dtype in CASTABLE_DTYPES and tensor.device.type == device_type else tensor
+        dtype = tensor.dtype
+        is_cast = dtype is not target and dtype in CASTABLE_DTYPES and tensor.device.type == device_type
+        return convert(tensor) if is_cast else tensor
 
     return [map_tensors(arg, cast) for arg in args]
 

@@ -17,11 +17,17 @@ from torch.nn import Module
 
 from autoamp.casting.cache import CastCache
 from autoamp.casting.casters import CASTABLE_DTYPES, build_caster
-from autoamp.casting.threads import Switches, ThreadState
+from autoamp.casting.threads import Switches, ThreadState, TracedSwitches
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
-from autoamp.torch_private import is_any_autocast_enabled
+from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
 __all__ = ["Casts"]
+
+
+def _is_eligible_traced(casts: Casts, tensor: Tensor) -> bool:
+    """`Casts.eligible` as `_cast_all` in `casters`: Dynamo reads no layout in the backward of a custom function."""
+    is_castable = tensor.dtype in CASTABLE_DTYPES and tensor.device.type == casts.device_type
+    return is_castable and not casts.autocast_rules()
 
 
 class Casts:
@@ -84,10 +90,12 @@ class Casts:
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call with these arguments is to be cast, in this thread and now."""
-        return bool(self.local.switches.on)
+        return bool(self.local.now().on)
 
-    def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what a replacement calls where `ThreadSwitches.on` is false: here the original."""
+    def when_off(
+        self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedSwitches
+    ) -> Callable[..., Any]:
+        """Return what a replacement calls where ``local.switches.on`` is false: here the original."""
         return original
 
     def begin_call(self, module: Module) -> bool:
@@ -120,8 +128,10 @@ class Casts:
 
     def switches(self) -> Switches:
         """Return how this thread casts now, for `ThreadState.set`."""
-        return self.local.switches.on, self.local.switches.forced_off
+        switches = self.local.now()
+        return switches.on, switches.forced_off
 
+    @trace_as(_is_eligible_traced)
     def eligible(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""
         return (

@@ -6,12 +6,15 @@ The switches are set and put back by tokens. What is made and read of the kept c
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["KeptCast", "Switches", "ThreadState", "Token"]
+from autoamp.torch_private import mark_constant, trace_as, tracing_context
+
+__all__ = ["KeptCast", "Switches", "ThreadState", "Token", "TracedSwitches"]
 
 KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
 """A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
@@ -45,11 +48,72 @@ class ThreadSwitches:
     forced_off = True
 
 
+class TracedSwitches:
+    """The two switches as code finds them that Dynamo traces, which reads them here.
+
+    Traced code that sets them has decided all casts once it is compiled, so nothing is set when it runs. A side effect
+    would also break the graph: a checkpoint's function may have none. So Dynamo calls `set`, `reset` and `now` while
+    it traces, and takes what they return for constants. A trace that Dynamo gives up and begins anew has a new context,
+    and with it no switches that are set.
+
+    Attributes:
+        switches: This object, as `ThreadState.switches` is what other code reads.
+    """
+
+    def __init__(self, local: ThreadState) -> None:
+        self._local = local
+        self._set: weakref.WeakKeyDictionary[Any, list[tuple[Any, bool]]] = weakref.WeakKeyDictionary()
+        self.switches = self
+
+    @property
+    def on(self) -> Any:
+        """`ThreadSwitches.on`. Compiled code guards on what its thread had when it was called."""
+        return self.now(0, self._local.switches.on)
+
+    @property
+    def forced_off(self) -> Any:
+        """`ThreadSwitches.forced_off`, guarded alike."""
+        return self.now(1, self._local.switches.forced_off)
+
+    @mark_constant
+    def now(self, index: int, at_call: Any) -> Any:
+        """Return the first or second of the switches that are set, ``at_call`` where none are."""
+        within = self._within()
+        return within[-1][index] if within else at_call
+
+    @mark_constant
+    def set(self, on: Any, forced_off: bool) -> None:
+        """Set the switches of the code that is traced from now on."""
+        self._within().append((on, forced_off))
+
+    @mark_constant
+    def reset(self) -> None:
+        """Put back what the last `set` replaced."""
+        del self._within()[-1:]
+
+    def _within(self) -> list[tuple[Any, bool]]:
+        context = tracing_context()
+        return [] if context is None else self._set.setdefault(context, [])
+
+
+def _set_traced(state: ThreadState, on: Any, forced_off: bool | None = None) -> None:
+    traced = state.traced
+    if forced_off is None:
+        forced_off = traced.forced_off
+        on = False if forced_off else on
+    traced.set(on, forced_off)
+
+
+def _reset_traced(state: ThreadState, token: Any) -> None:
+    state.traced.reset()
+
+
 class ThreadState(threading.local):
     """What differs by thread, of one handle.
 
     Attributes:
         switches: Whether this thread casts.
+        traced: The switches of code that Dynamo traces, whichever thread it traces in.
         entries: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was used
             once, whose cast is kept from the second use on. The whole is None outside of module calls.
         last: The last activation that was cast, with its cast.
@@ -58,24 +122,39 @@ class ThreadState(threading.local):
     """
 
     _make_switches: type[ThreadSwitches]
+    traced: TracedSwitches
     entries: dict[int, KeptCast | None] | None = None
     last: KeptCast | None = None
-    regions: tuple[tuple[Any, Token], ...] = ()
+    regions: tuple[tuple[Any, Token | None], ...] = ()
 
     def __new__(cls) -> ThreadState:
         """Make an instance of a class of its own, whose attributes are one handle's in every thread."""
         switches = type(ThreadSwitches.__name__, (ThreadSwitches,), {})
-        return super().__new__(type(cls.__name__, (cls,), {"_make_switches": switches}))
+        own: Any = type(cls.__name__, (cls,), {"_make_switches": switches})
+        state: ThreadState = super().__new__(own)
+        own.traced = TracedSwitches(state)
+        return state
 
     def __init__(self) -> None:
         """Make the switches of a thread: `threading.local` calls this in each."""
         self.switches = self._make_switches()
+
+    @trace_as(lambda state: state.traced)
+    def now(self) -> ThreadSwitches | TracedSwitches:
+        """Return the switches as the code that calls this finds them, whether it runs or Dynamo traces it."""
+        return self.switches
+
+    @trace_as(lambda state: state.traced.now(1, vars(state.switches).get("forced_off")))
+    def is_forced_off(self) -> bool:
+        """Whether this thread, and not the default, forces casts off."""
+        return bool(vars(self.switches).get("forced_off"))
 
     def set_default(self, on: Any, *, forced_off: bool) -> None:
         """Set the switches of all threads that have set nothing themselves."""
         cls = self._make_switches
         cls.on, cls.forced_off = on, forced_off
 
+    @trace_as(_set_traced)
     def set(self, on: Any, forced_off: bool | None = None) -> Token:
         """Set this thread's switches, and return the token by which `reset` puts back what was there.
 
@@ -90,6 +169,7 @@ class ThreadState(threading.local):
         self._put(on, forced_off)
         return token
 
+    @trace_as(_reset_traced)
     def reset(self, token: Token) -> None:
         """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
         self._put(*token)
@@ -113,3 +193,11 @@ class ThreadState(threading.local):
                 self.reset(token)
 
         return run
+
+    def bound_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls another with casts off, whatever is asked for within."""
+        return self.bound(function, False, forced_off=True)
+
+    def bound_as_traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls another as the code casts that Dynamo traces now."""
+        return self.bound(function, self.traced.on, self.traced.forced_off)

@@ -23,7 +23,7 @@ from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError
 from autoamp.ops import Target
 from autoamp.patching import imitate, original_of
-from autoamp.torch_private import OperatorMode
+from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of
 
 __all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
 
@@ -233,7 +233,7 @@ class Observation:
 
         watching: Any = functools.update_wrapper(run, replacement, updated=())
         watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
-        return watching
+        return trace_as(traced_in_place_of(replacement))(watching)
 
     def watched_modules(self, replacement: types.FunctionType) -> Any:
         """Return a replacement of ``torch.nn.Module.__call__`` that keeps the running module calls of each thread."""

@@ -67,7 +67,7 @@ def build_module_call(
         if compiling():
             # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags does
             # not pass for this. `forced_off` is never None.
-            if not (in_modules or precisions.any or forward_dtypes.values) and local.switches.forced_off is not None:
+            if not (in_modules or precisions.any or forward_dtypes.values) and local.now().forced_off is not None:
                 return original(self, *args, **kwargs)
         elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
             return original(self, *args, **kwargs)
@@ -89,10 +89,10 @@ def build_module_call(
                 tokens += dtypes.switch(casts)
                 if not compiling() and dtypes.buffers is not None:
                     look = dtypes.buffers.begin(self)
-            precision = None if local.switches.forced_off else precisions.of(self)
+            precision = None if local.now().forced_off else precisions.of(self)
             if precision is not None:
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                widens = precision is ModulePrecision.FP16 and casts.local.switches.on is not True
+                widens = precision is ModulePrecision.FP16 and local.now().on is not True
                 if precision is not ModulePrecision.NONE:
                     cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
                     args, kwargs = _cast_nested((args, kwargs), cast)

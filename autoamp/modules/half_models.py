@@ -67,7 +67,7 @@ class ForwardDtypes:
         """
         local = casts.local
         # A ``disable_casts`` around, in this thread, goes before.
-        if self.casts and not vars(local.switches).get("forced_off"):
+        if self.casts and not local.is_forced_off():
             return [local.set(True, forced_off=False)]
         # Where casts are on by default, they are because of other models.
         return [local.set(False)] if self.casts is False and casts.on_by_default else []

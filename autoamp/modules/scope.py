@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from autoamp.casting import Casts
+from autoamp.casting import Casts, ThreadState, TracedSwitches
 from autoamp.modules.half_interop import interop_builders
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
@@ -69,7 +69,7 @@ class ModuleCasts(Casts):
         A half model means that the program casts by itself. One that is called without gradients, after a model that
         is cast was trained, may be a copy to evaluate: then its own call alone is left alone.
         """
-        if self.local.switches.on is not None:
+        if self.local.now().on is not None:
             return False
         half = self._half_dtype(module)
         if half is None:
@@ -100,15 +100,20 @@ class ModuleCasts(Casts):
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Tell whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
-        on = self.local.switches.on
-        return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs))) if on is None else on
+        on = self.local.now().on
+        return self._has_half(args, kwargs) if on is None else on
 
-    def when_off(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def _has_half(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs)))
+
+    def when_off(
+        self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedSwitches
+    ) -> Callable[..., Any]:
         """Return what a replacement calls outside of modules' calls: it casts if an argument is in the half dtype."""
-        local, cast = self.local, self.local.bound(replacement, True)
+        has_half, cast = self._has_half, self.local.bound(replacement, True)
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            return (cast if local.switches.on is None and self.wants(args, kwargs) else original)(*args, **kwargs)
+            return (cast if local.switches.on is None and has_half(args, kwargs) else original)(*args, **kwargs)
 
         return outside
 

@@ -8,6 +8,7 @@ from autoamp.ops.autocast_regions import AutocastRegions
 from autoamp.ops.drift import check_lists
 from autoamp.ops.policies import build_replacement
 from autoamp.ops.recurrent import build_check_input
+from autoamp.ops.scripted import builders_for_scripts
 from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "build_fast_path_check",
     "build_replacement",
     "builders_for_half_models",
+    "builders_for_scripts",
     "check_lists",
     "expand",
     "known_ops",

@@ -50,7 +50,7 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
         if query is None or key is None or value is None or not casts.eligible(query):
             return NotImplemented
         # Where casts are off only a half model's attention comes in half.
-        if query.dtype is torch.float32 and not casts.local.switches.on:
+        if query.dtype is torch.float32 and not casts.local.now().on:
             return NotImplemented
         if not in_fp16 and max(query.size(-2), key.size(-2)) > _LONGEST_IN_BF16:
             return NotImplemented

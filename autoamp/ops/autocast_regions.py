@@ -16,6 +16,7 @@ import torch
 
 from autoamp.casting import Casts
 from autoamp.patching import imitate
+from autoamp.torch_private import traced_frame
 
 __all__ = ["AutocastRegions"]
 
@@ -39,10 +40,16 @@ class AutocastRegions:
         casts, local = self._casts, self._casts.local
 
         def enter(self: torch.autocast) -> Any:
-            entered = original(self)
-            if _is_the_programs(sys._getframe(1)):
+            entered, is_off = original(self), not self._enabled and self.device == casts.device_type
+            traced = traced_frame()
+            if traced is not None:
+                # Dynamo enters the regions of the code that it traces.
+                if is_off and _is_the_programs(*traced):
+                    local.regions = (*local.regions, (self, None))
+                    local.traced.set(False, True)
+            elif _is_the_programs(*_caller(sys._getframe(1))):
                 casts.note_autocast(self.device, enabled=self._enabled)
-                if not self._enabled and self.device == casts.device_type:
+                if is_off:
                     local.regions = (*local.regions, (self, local.set(False, forced_off=True)))
             return entered
 
@@ -58,17 +65,22 @@ class AutocastRegions:
                     casts.explain(exc_info[1])
                 *rest, (_, token) = local.regions
                 local.regions = tuple(rest)
-                local.reset(token)
+                if token is None:
+                    local.traced.reset()
+                else:
+                    local.reset(token)
             return original(self, *exc_info)
 
         return imitate(leave, original)
 
 
-def _is_the_programs(frame: types.FrameType | None) -> bool:
-    """Tell whether the program enters a region. What stands between it and torch are replacements of ours."""
+def _caller(frame: types.FrameType | None) -> tuple[str, str]:
+    """Return the module and the name of the function that enters a region, below replacements of ours."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
         frame = frame.f_back
-    if frame is None:
-        return True
-    module = frame.f_globals.get("__name__") or ""
-    return not (module == "torch" or module.startswith("torch.")) or frame.f_code.co_name in _IN_THE_PROGRAMS_NAME
+    return ("", "") if frame is None else (frame.f_globals.get("__name__") or "", frame.f_code.co_name)
+
+
+def _is_the_programs(module: str, function: str) -> bool:
+    """Tell whether a function of the program, or one of torch that acts for it, enters a region."""
+    return not (module == "torch" or module.startswith("torch.")) or function in _IN_THE_PROGRAMS_NAME

@@ -17,7 +17,7 @@ from autoamp.casting import Casts
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
-__all__ = ["COMPOSITES", "build_composite", "ops_named"]
+__all__ = ["COMPOSITES", "build_composite", "ops_named", "run_in_autocast"]
 
 
 def ops_named(*names: str) -> frozenset[Any]:
@@ -39,7 +39,6 @@ def build_composite(original: Any, casts: Casts) -> Callable[..., Any]:
         original: One of `COMPOSITES`.
         casts: The casts of the handle.
     """
-    device_type = casts.device_type
 
     def run_composite(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [arg for arg in (*args, *kwargs.values()) if type(arg) not in PLAIN_TYPES]
@@ -54,16 +53,29 @@ def build_composite(original: Any, casts: Casts) -> Callable[..., Any]:
             or not all(casts.eligible(arg) for arg in given if arg.dtype in HALF_DTYPES)
         ):
             return NotImplemented
-        cached, before = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(device_type)
-        try:
-            # What promotes within refuses a half dtype that is not autocast's own.
-            torch.set_autocast_dtype(device_type, casts.dtype)
-            torch.set_autocast_cache_enabled(False)
-            torch.set_autocast_enabled(device_type, True)
-            return original(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled(device_type, False)
-            torch.set_autocast_cache_enabled(cached)
-            torch.set_autocast_dtype(device_type, before)
+        return run_in_autocast(casts, original, args, kwargs)
 
     return run_composite
+
+
+def run_in_autocast(casts: Casts, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with torch's autocast on, which is off around it, and without its cache of casts.
+
+    Args:
+        casts: The casts of the handle, whose half dtype and device type these are.
+        function: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    device_type = casts.device_type
+    cached, before = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype(device_type)
+    try:
+        # What promotes within refuses a half dtype that is not autocast's own.
+        torch.set_autocast_dtype(device_type, casts.dtype)
+        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_enabled(device_type, True)
+        return function(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device_type, False)
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_dtype(device_type, before)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, cast_call
+from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, ThreadState, TracedSwitches, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import PACKED, build_packed
 from autoamp.ops.attention import build_attention
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
 from autoamp.ops.recurrent import build_recurrent
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
-from autoamp.patching import imitate
+from autoamp.patching import imitate, mark, traceable_method
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, iter_tensors
-from autoamp.torch_private import flatten_recurrent_weights, start_no_graph
+from autoamp.torch_private import flatten_recurrent_weights, start_no_graph, trace_as
 
 __all__ = ["build_replacement"]
 
@@ -84,11 +84,19 @@ def build_replacement(
         CastPolicy.PROMOTE: casts.promote_args,
         CastPolicy.BANNED: _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned),
     }[policy]
-    own = _own_way(original, policy, cast_args, casts, functional)
     # fp32 is a promise on the whole of a composite function, whatever its body calls.
     is_builtin, wide = isinstance(original, _BUILTINS), policy in (CastPolicy.FP32, CastPolicy.BANNED)
     off_within = wide and functional is None and not is_builtin
-    replacement = _replacement(original, cast_args, casts, own, policy is CastPolicy.FP16, off_within)
+
+    def build(call: Any, functional: Any, local: Any, off_within: bool) -> Callable[..., Any]:
+        own = _own_way(original, call, policy, cast_args, casts, functional)
+        return _replacement(call, cast_args, casts, own, policy is CastPolicy.FP16, off_within, local)
+
+    # Dynamo traces another one, which sets nothing when it runs.
+    call = traceable_method(original)
+    call = casts.local.bound(call, False) if off_within else call
+    traced = mark(build(call, traceable_method(functional), casts.local.traced, False), original)
+    replacement = trace_as(traced)(build(original, functional, casts.local, off_within))
     replacement = imitate(replacement, original, module, qualname)
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
@@ -98,7 +106,13 @@ def build_replacement(
 
 
 def _replacement(
-    original: Any, cast_args: CastArgs, casts: Casts, own: OwnWay | None, to_half: bool, off_within: bool
+    original: Any,
+    cast_args: CastArgs,
+    casts: Casts,
+    own: OwnWay | None,
+    to_half: bool,
+    off_within: bool,
+    local: ThreadState | TracedSwitches,
 ) -> Callable[..., Any]:
     """Return what stands in for an original, whatever the policy: it casts every argument and calls.
 
@@ -109,8 +123,9 @@ def _replacement(
         own: The op's own way.
         to_half: Whether the policy is fp16.
         off_within: Whether casts are off while the original runs.
+        local: Has the switches that are asked: `Casts.local`, or what traced code reads in its place.
     """
-    local, compiling = casts.local, torch.compiler.is_dynamo_compiling
+    compiling = torch.compiler.is_dynamo_compiling
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
     asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
 
@@ -146,17 +161,19 @@ def _replacement(
                 else:
                     own_switches["on"] = before
 
-    when_off = casts.when_off(original, replacement)
+    when_off = casts.when_off(original, replacement, local)
     return replacement
 
 
-def _own_way(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any) -> OwnWay | None:
-    """Return the way of an op that needs more than its policy says; None for any other."""
+def _own_way(
+    original: Any, call: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any
+) -> OwnWay | None:
+    """Return the way of an op that needs more than its policy says; None for any other. It calls ``call``."""
     to_half, mutation, on_cuda = policy is CastPolicy.FP16, mutation_of(original), casts.device_type == "cuda"
     if functional is not None:
-        return build_inplace(original, functional, cast_args)
+        return build_inplace(call, functional, cast_args)
     if mutation is not None:
-        return build_mutating(original, cast_args, casts, mutation, to_half=to_half)
+        return build_mutating(call, cast_args, casts, mutation, to_half=to_half)
     if not isinstance(original, (*_BUILTINS, types.FunctionType)):
         # No op of torch, and maybe an object that has no hash.
         return None
@@ -172,7 +189,7 @@ def _own_way(original: Any, policy: CastPolicy, cast_args: CastArgs, casts: Cast
         return build_packed(original, casts)
     if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
         return build_composite(original, casts)
-    return _dtype_giver(original, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
+    return _dtype_giver(original, call, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
 
 
 def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> CastArgs:
@@ -238,11 +255,12 @@ def _keeper(casts: Casts) -> OwnWay:
     return keep
 
 
-def _dtype_giver(op: Any, casts: Casts) -> OwnWay:
+def _dtype_giver(op: Any, call: Any, casts: Casts) -> OwnWay:
     """Return the way of an op that takes ``dtype``: it computes in fp32 and keeps a half argument for backward, uncast.
 
     Args:
         op: One of `_TAKE_DTYPE`.
+        call: What calls it.
         casts: The casts of the handle.
     """
     is_norm = op.__name__.endswith("norm")
@@ -264,7 +282,7 @@ def _dtype_giver(op: Any, casts: Casts) -> OwnWay:
             return NotImplemented
         # A dtype that the caller gives is heeded, as under autocast.
         given = len(args) > most or kwargs.get("dtype") is not None
-        return op(*args, **(kwargs if given else {**kwargs, "dtype": torch.float32}))
+        return call(*args, **(kwargs if given else {**kwargs, "dtype": torch.float32}))
 
     return run
 

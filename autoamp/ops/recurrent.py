@@ -126,7 +126,7 @@ def build_check_input(original: Any, casts: Casts) -> Any:
         weight = self._flat_weights[0]
         if (
             input.dtype != weight.dtype
-            and casts.local.switches.on is not False
+            and casts.local.now().on is not False
             and casts.eligible(input)
             and casts.eligible(weight)
         ):

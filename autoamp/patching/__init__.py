@@ -7,6 +7,7 @@ back when a module is imported.
 from __future__ import annotations
 
 from autoamp.patching.compilers import CompilerTables
+from autoamp.patching.dynamo import traceable_method
 from autoamp.patching.imports import nearest, resolve, spelled_out
 from autoamp.patching.marks import imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet, check_writable
@@ -22,4 +23,5 @@ __all__ = [
     "original_of",
     "resolve",
     "spelled_out",
+    "traceable_method",
 ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from autoamp import torch_private
+from autoamp.patching.dynamo import Wrap, calls_replaced, patch_dynamo, patch_export
 from autoamp.patching.marks import original_of
 from autoamp.patching.patches import PatchSet
 
@@ -36,34 +38,52 @@ class CompilerTables:
             if original in torch_private.two_in_one:
                 torch_private.two_in_one[replacement] = torch_private.two_in_one[original]
 
-    def teach_dynamo(self, patches: PatchSet) -> None:
-        """Let Dynamo take the originals from torch's namespace, whenever it is imported.
+    def teach_dynamo(self, patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> None:
+        """Let Dynamo take the originals from torch's namespace, and all casts into its graphs, when it is imported.
 
         Args:
             patches: Take what is replaced for that.
+            casts_off, casts_as_traced: As `patch_dynamo` takes them.
         """
 
         def load_originals(trace_rules: Any) -> None:
             load_object = trace_rules.load_object
-            patches.replace(trace_rules, "load_object", lambda name: original_of(load_object(name)))
+
+            def load_original(name: str) -> Any:
+                found = load_object(name)
+                original = original_of(found)
+                return None if found is original and calls_replaced(found) else original
+
+            patches.replace(trace_rules, "load_object", load_original)
 
         for module_name in _TAKES_FROM_TORCH:
             patches.when_imported(module_name, _put_originals)
-        trace_rules = sys.modules.get("torch._dynamo.trace_rules")
-        if trace_rules is None:
-            patches.when_imported("torch._dynamo.trace_rules", load_originals)
-        else:
-            load_originals(trace_rules)
+        callbacks: dict[str, Callable[[Any], None]] = {
+            "torch._dynamo.trace_rules": load_originals,
+            "torch._dynamo.convert_frame": lambda _: patch_dynamo(patches, casts_off, casts_as_traced),
+            "torch.export._trace": lambda module: patch_export(patches, casts_off, module),
+        }
+        for module_name, callback in callbacks.items():
+            if module_name in sys.modules:
+                callback(sys.modules[module_name])
+            else:
+                patches.when_imported(module_name, callback)
+        _clear_lookups()
 
     def forget(self) -> None:
         """Forget the replacements, and what torch and Dynamo looked up while torch was patched."""
         _, table_of_builtins = torch_private.names_of_builtins
         while self._scripted:
             table_of_builtins().pop(self._scripted.pop(), None)
-        for module_name in ("torch.overrides", "torch._dynamo.trace_rules", "torch._dynamo.variables.torch"):
-            for value in list(vars(sys.modules.get(module_name, types.ModuleType(""))).values()):
-                if isinstance(value, functools._lru_cache_wrapper):
-                    value.cache_clear()
+        _clear_lookups()
+
+
+def _clear_lookups() -> None:
+    """Let torch and Dynamo look up anew what they take functions for."""
+    for module_name in ("torch.overrides", "torch._dynamo.trace_rules", "torch._dynamo.variables.torch"):
+        for value in list(vars(sys.modules.get(module_name, types.ModuleType(""))).values()):
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
 
 
 def _put_originals(module: types.ModuleType) -> None:

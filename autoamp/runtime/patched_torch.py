@@ -69,7 +69,7 @@ class PatchedTorch:
                     self._patch_targets(targets.values(), functions)
                     for rule in expansion.deferred:
                         self._defer(rule)
-                    self._compilers.teach_dynamo(self.patches)
+                    self._compilers.teach_dynamo(self.patches, casts.local.bound_off, casts.local.bound_as_traced)
             except BaseException:
                 casts.shut()
                 self._take_back()
@@ -138,6 +138,8 @@ class PatchedTorch:
             self.patches.rebind({**wanted, **functions}, ops.owns_its_names)
         for target, replacement in pairs:
             name_by(replacement, target.module, target.qualname)
+        if any(target.parent is torch.Tensor for target, _ in pairs):
+            torch_private.forget_compiled_code()
 
     def _replacement(self, target: ops.Target) -> Any:
         run, rule = self._runtime, target.rule
@@ -211,6 +213,8 @@ class PatchedTorch:
             (torch.nn.utils, "clip_grad_norm_", clipping.around),
             (torch.nn.utils, "clip_grad_value_", clipping.around),
             (torch.nn.Module, "__call__", self._module_call),
+            # What `torch.fx` calls modules by, torch.export too.
+            (sys.modules.get("torch.fx._symbolic_trace"), "_orig_module_call", self._module_call),
             *(
                 (sys.modules[name], "parallel_apply", lambda f: modules.build_parallel_apply(f, casts))
                 for name in parallel
@@ -220,6 +224,7 @@ class PatchedTorch:
             *run.nonfinite.own_scaler.builders(),
             *casts.builders(),
             *ops.builders_for_half_models(casts),
+            *ops.builders_for_scripts(casts),
         ]
 
     def _module_call(self, original: Any) -> Any:
