@@ -41,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OperatorMode",
+    "at_end_of_pass",
     "attribute_in_dynamo",
     "autocast_registrations",
     "compiled_graphs",
@@ -467,9 +468,18 @@ def engine_reaches(leaf: Tensor) -> bool:
         return False
     try:
         return bool(_will_execute(torch.autograd.graph.get_gradient_edge(leaf).node))
-    except RuntimeError:
-        # It tells of no leaf whose gradient `torch.autograd.grad` returns.
+    except (RuntimeError, ValueError):
+        # It tells of no leaf whose gradient `torch.autograd.grad` returns. A lazy parameter is in no graph.
         return False
+
+
+_engine = _find("torch.autograd.Variable._execution_engine", None)
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that calls this; never where torch cannot."""
+    if _engine is not None:
+        _engine.queue_callback(callback)
 
 
 # -- parameters of several ranks --

@@ -217,7 +217,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             return -1.0
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
-        if math.isfinite(norm):
+        if math.isfinite(norm) and math.isfinite(max_norm):
             self._guard.checks.note_checked(parameters)
         return norm
 
@@ -358,6 +358,9 @@ class _Owner:
         if (optimizers := _optimizers()) is not None:
             optimizers.watch.step_begins()
             optimizers.note_own(guard.skips, self.scalers[0])
+
+    def refuse_scaled(self, guard: StepGuard) -> None:
+        """Do nothing: no block knows this optimizer."""
 
     def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
         """Let the active handle look at gradients that no loss scale checked."""

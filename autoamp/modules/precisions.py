@@ -117,16 +117,15 @@ class ModulePrecisions:
         parts: dict[Module, bool] = {}
         borders: dict[Module, bool] = {}
 
-        def walk(module: Module, around: bool) -> None:
+        waiting = [(model, False)]
+        while waiting:
+            module, around = waiting.pop()
             if module not in parts:
                 precision = listed[module]
                 parts[module] = is_fp32 = around if precision is None else precision is ModulePrecision.FP32
                 if is_fp32 is not around:
                     borders[module] = is_fp32
-                for child in module.children():
-                    walk(child, is_fp32)
-
-        walk(model, False)
+                waiting += [(child, is_fp32) for child in reversed(list(module.children()))]
         return {module for module, is_fp32 in parts.items() if is_fp32}, borders
 
     def _by_path(self, model: Module) -> dict[Module, ModulePrecision | None]:

@@ -53,7 +53,7 @@ def scaled_loss_block(
     *,
     delay_unscale: bool,
     left_scaled: LeftScaled,
-    others: Callable[[Sequence[StepGuard]], list[Tensor]],
+    others: Callable[[Sequence[StepGuard], Scale], list[Tensor]],
 ) -> Iterator[Tensor]:
     """`scaled_block` that yields the loss times its scale, and drops kept casts at its end.
 
@@ -64,7 +64,7 @@ def scaled_loss_block(
         casts: Whose kept casts are dropped.
         delay_unscale: As for `scaled_block`.
         left_scaled: Takes note of the parameters whose gradients the block leaves scaled.
-        others: Returns the parameters of all optimizers but those of the guards.
+        others: As `BackwardWatch` takes it.
 
     Raises:
         UsageError: One of the optimizers is in a block already, or the loss itself was run backward in this one.
@@ -73,17 +73,18 @@ def scaled_loss_block(
         with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
             scaled = scaled_loss(loss, scale)
             watches = scaler.checks and not torch.compiler.is_compiling()
-            watch = BackwardWatch(loss, scaled, scale, guards, others) if watches else None
+            watch = BackwardWatch(loss, scaled, scale, guards, others, left_scaled) if watches else None
             try:
                 yield scaled
             finally:
                 if watch is not None:
-                    left_scaled.note(watch.end(), scale, watch.block)
+                    watch.end()
             if watch is not None:
                 watch.check()
                 for guard in guards:
                     guard.proven = guard.proven or watch.proven
     finally:
+        left_scaled.forget(leaf for guard in guards for leaf in guard.grads.leaves())
         casts.cache.clear()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -10,7 +10,7 @@ from torch.utils.weak import TensorWeakRef
 from autoamp.scaling import is_sharded
 from autoamp.tensors import version_of
 
-__all__ = ["CheckedGrads", "is_same_gradient", "mark_of"]
+__all__ = ["CheckedGrads", "Mark", "is_same_gradient", "mark_of"]
 
 Mark = tuple[TensorWeakRef, int | None]
 
@@ -40,7 +40,10 @@ class CheckedGrads:
         """Take note that the gradients of these parameters were checked as they are now."""
         self._marks.update((id(param), mark_of(param.grad)) for param in params if param.grad is not None)
 
-    def unchecked(self, params: Iterable[Tensor]) -> list[Tensor]:
+    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradients were not checked, or were written to or replaced since."""
+        if len(self._marks) > 2 * len(params):
+            # Of parameters that the optimizer steps no more.
+            self._marks = {id(param): self._marks[id(param)] for param in params if id(param) in self._marks}
         get = self._marks.get
         return [p for p in params if p.grad is not None and not is_same_gradient(get(id(p)), p.grad)]

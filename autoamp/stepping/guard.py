@@ -72,6 +72,9 @@ class GuardOwner(SkipOwner, Protocol):
     def step_begins(self, guard: StepGuard) -> None:
         """Hear of each step, before it is taken or skipped."""
 
+    def refuse_scaled(self, guard: StepGuard) -> None:
+        """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
+
     def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
         """Look at gradients that no loss scale checked, and tell whether the program wants the step skipped for them.
 
@@ -307,16 +310,20 @@ class PendingChecks:
         """Return those of these parameters whose gradients were never checked, or were written to since."""
         return self._checked.unchecked(params)
 
+    @property
+    def has_added_params(self) -> bool:
+        """Whether the optimizer got parameters after the last block."""
+        return self._unscaled is not None and len(self._grads.params()) != len(self._unscaled)
+
     def unscale_added_params(self) -> None:
         """Unscale and check the gradients of what was added to the optimizer after the last block.
 
         They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
         that was not scaled is divided too.
         """
-        params = self._grads.params()
-        if self.last is None or self._unscaled is None or len(params) == len(self._unscaled):
+        if self.last is None or self._unscaled is None or not self.has_added_params:
             return
-        scaler, scale = self.last
+        params, (scaler, scale) = self._grads.params(), self.last
         known = set(map(id, self._unscaled))
         self._unscaled = params
         added = [p for p in params if p.grad is not None and id(p) not in known]
@@ -405,12 +412,12 @@ class PendingChecks:
         """
         guard, group = self._guard(), self.group
         params = self._grads.params()
-        has_no_check = not self.pending and not makes_gradients and guard is not None and guard.skips.last
-        if has_no_check and self.last is not None:
-            # These may be the gradients of the skipped step, of which the scaler has heard.
-            check = OverflowCheck(*self.last, self._look(params))
-            check.reported.overflowed = True
-            if check.found:
+        if not self.pending and not makes_gradients and self.last is not None and guard is not None:
+            # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
+            found = self._look(params if guard.skips.last else self._checked.unchecked(params))
+            if found:
+                check = OverflowCheck(*self.last, found)
+                check.reported.overflowed = True
                 self.note(check)
         if group is not None:
             # Another rank may have scaled a loss where this one has scaled none yet.
@@ -472,7 +479,8 @@ class PendingChecks:
         """Clip the gradients after `norm`. A norm that is finite keeps them finite, so they count as checked."""
         params = self._grads.params()
         clip_(params, norm, max_norm)
-        self._checked.note(params)
+        if math.isfinite(max_norm):
+            self._checked.note(params)
 
 
 def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
@@ -644,6 +652,8 @@ class StepGuard:
         self.owner.step_begins(self)
         self.skips.steps += 1
         self.last_step_ran = True
+        if not makes_gradients and not self.checks.has_added_params:
+            self.owner.refuse_scaled(self)
         self.grads.collect()
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
@@ -819,6 +829,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
             # The closure may leave zero_grad() to the lines before the step, or add to the gradients of other losses.
             before.restore(grads.params())
         loss = _call_closure(guard, closure)
+        guard.owner.refuse_scaled(guard)
         grads.collect()
         checks.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)

@@ -52,7 +52,7 @@ class Link:
         stepped: Whether the master is authoritative, which it is from the first step on.
     """
 
-    __slots__ = ("_shared", "equal_by", "half_state", "master", "master_state", "stepped")
+    __slots__ = ("_shared", "_shared_version", "equal_by", "half_state", "master", "master_state", "stepped")
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
@@ -66,6 +66,11 @@ class Link:
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
         self._shared = None if grad is None else TensorWeakRef(grad)
+        self._shared_version = None if grad is None else version_of(grad)
+
+    def wrote_to(self, grad: Tensor) -> bool:
+        """Whether torch reports a write to the gradient that both have had."""
+        return version_of(grad) != self._shared_version
 
     def shares(self, grad: Tensor | None) -> bool:
         """Tell whether a gradient of either of the two is the one that `share` was called with last."""

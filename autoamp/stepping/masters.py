@@ -139,7 +139,7 @@ class MasterWeights:
             if grad is wide and link.shares(grad):
                 continue
             if link.shares(grad) or (grad is None and not new_pass and not link.shares(wide)):
-                _share(half, link, _unless_zeroed(grad, wide) if new_pass else wide)
+                _share(half, link, _unless_zeroed(link, grad, wide) if new_pass else wide)
             elif grad is not None and grad.dtype in HALF_DTYPES:
                 fresh.append((half, link))
             else:
@@ -369,7 +369,7 @@ def _before_accumulation(half: Tensor, link: Link, stashed: _StashedGrads) -> An
             return
         if link.master.grad is not grad and link.shares(grad):
             # The master's gradient was cleared or replaced: this one is of an earlier step.
-            parameter.grad = _unless_zeroed(grad, link.master.grad)
+            parameter.grad = _unless_zeroed(link, grad, link.master.grad)
         if id(parameter) in stashed.wanted:
             stashed.put(parameter, link)
 
@@ -390,13 +390,17 @@ def _share(half: Tensor, link: Link, grad: Tensor | None) -> None:
         raise
 
 
-def _unless_zeroed(grad: Tensor | None, replacement: Tensor | None) -> Tensor | None:
-    """Return the gradient that replaced ``grad`` at a master: zeroed if ``grad``, the half parameter's, is by now.
+def _unless_zeroed(link: Link, grad: Tensor | None, replacement: Tensor | None) -> Tensor | None:
+    """Return the gradient that the program put in place of ``grad`` at a master.
 
-    Then the program zeroed it in place, which clears both. The device finds out, and nothing waits.
+    If the program has zeroed ``grad`` in place since, at the half parameter, that clears both: zeros are returned. The
+    device finds out, and nothing waits.
     """
-    if grad is not None and replacement is not None and grad.layout is replacement.layout is torch.strided:
-        local_of(replacement.detach()).masked_fill_(~local_of(grad.detach()).any(), 0)
+    if grad is None or replacement is None or not link.wrote_to(grad):
+        return replacement
+    if grad.layout is replacement.layout is torch.strided:
+        replacement = replacement.detach().clone()
+        local_of(replacement).masked_fill_(~local_of(grad.detach()).any(), 0)
     return replacement
 
 

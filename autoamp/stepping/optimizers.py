@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, kind_of
-from autoamp.scaling import LossScaler, RequestedGroup, is_same_scale, total_norm
+from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
 from autoamp.stepping.attach import (
     ScalesItself,
     has_other_guard,
@@ -109,7 +109,6 @@ class GuardedOptimizers:
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        self.refuse_scaled(guard)
         self.watch.step_begins()
         self.counts.step_begins(guard.skips)
         if guard.masters is not None and not guard.scaled:
@@ -250,12 +249,22 @@ class GuardedOptimizers:
             others=self._params_of_others,
         )
 
-    def _params_of_others(self, guards: Sequence[StepGuard]) -> list[Tensor]:
-        """Return the leaves of all optimizers but those of the guards. What these step as well is left out."""
+    def _params_of_others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
+        """Return the leaves of all other optimizers whose gradients have another scale.
+
+        Args:
+            guards: Those of a block. What their optimizers step as well is left out.
+            scale: Of the block.
+        """
         if self._living is None:
             self._living = weakref.WeakSet(living_optimizers())
-        others = [guard.grads.leaves() for guard in self.guards if guard not in guards]
-        others += [stepped_params(optimizer) for optimizer in self._living if not has_other_guard(optimizer)]
+        others = [
+            guard.grads.leaves()
+            for guard in self.guards
+            if guard not in guards and not is_same_scale(guard.grads.scale, scale)
+        ]
+        plain = (one for one in self._living if self.guard_of(one) is None and not has_other_guard(one))
+        others += map(stepped_params, plain)
         if not others:
             return []
         own = {id(param) for guard in guards for param in guard.grads.leaves()}

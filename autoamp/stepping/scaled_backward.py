@@ -15,9 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.scaling import Scale, is_same_scale
-from autoamp.stepping.checked_grads import is_same_gradient, mark_of
+from autoamp.stepping.checked_grads import Mark, is_same_gradient, mark_of
 from autoamp.stepping.guard import StepGuard
-from autoamp.torch_private import engine_reaches, start_no_graph
+from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 
 __all__ = ["BackwardWatch", "LeftScaled"]
 
@@ -40,8 +40,14 @@ class LeftScaled:
             if param.grad is not None:
                 self._of[param] = mark_of(param.grad), scale, block
 
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""
+        if self._of:
+            for param in params:
+                self._of.pop(param, None)
+
     def refuse(self, optimizer: str, params: Iterable[Tensor]) -> None:
-        """Raise UsageError if an optimizer is about to step by a gradient that is scaled still. Forget its parameters.
+        """Raise UsageError if an optimizer is about to step by a gradient that is scaled still.
 
         Args:
             optimizer: The name of its class.
@@ -49,16 +55,22 @@ class LeftScaled:
         """
         if not self._of:
             return
-        left = [(param.grad, *self._of.pop(param)) for param in params if param in self._of]
-        scaled = [entry for entry in left if entry[0] is not None and is_same_gradient(entry[1], entry[0])]
+        left = {param: self._of[param] for param in params if param in self._of}
+        scaled = [param for param, (mark, *_) in left.items() if _is_left(param, mark)]
         if scaled:
-            _, _, scale, block = scaled[0]
+            _, scale, block = left[scaled[0]]
             raise UsageError(
                 f"{optimizer} would step by gradients that are multiplied by the loss scale {float(scale):g}, in "
-                f"{len(scaled)} of its parameters: the scale_loss block that made them was given {block} alone. Pass "
-                f"all optimizers of the loss, as in scale_loss(loss, [first, second]), or clear the gradients of this "
-                "one before its own backward pass"
+                f"{len(scaled)} of its parameters, the first of shape {tuple(scaled[0].shape)}: the scale_loss block "
+                f"that made them was given {block} alone. Pass all optimizers of the loss, as in scale_loss(loss, "
+                "[first, second]), or clear the gradients of this one before its own backward pass"
             )
+        # What was written to, or replaced, is the program's from now on.
+        self.forget(left)
+
+
+def _is_left(param: Tensor, mark: Mark) -> bool:
+    return param.grad is not None and is_same_gradient(mark, param.grad)
 
 
 class BackwardWatch:
@@ -71,7 +83,9 @@ class BackwardWatch:
         scaled: What the block yields, made of it.
         scale: Of the block.
         guards: Of the block's optimizers.
-        others: Returns the parameters of all optimizers but those of these guards.
+        others: Returns the parameters of all optimizers but those of these guards, and those whose gradients have this
+            scale, which another open block is going to unscale.
+        left_scaled: Takes note of the parameters of others whose gradients a pass within the block leaves scaled.
 
     Attributes:
         block: The names of the block's optimizers.
@@ -84,9 +98,10 @@ class BackwardWatch:
         scaled: Tensor,
         scale: Scale,
         guards: Sequence[StepGuard],
-        others: Callable[[Sequence[StepGuard]], list[Tensor]],
+        others: Callable[[Sequence[StepGuard], Scale], list[Tensor]],
+        left_scaled: LeftScaled,
     ) -> None:
-        self._reached: list[Tensor] = []
+        self._left_scaled = left_scaled
         self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
         self.proven = all(guard.proven for guard in guards)
         self._scale = scale
@@ -100,13 +115,11 @@ class BackwardWatch:
                 self._hook = loss.register_hook(self._loss_passes)
             scaled.register_hook(self._scaled_passes)
 
-    def end(self) -> list[Tensor]:
-        """Take note that the block has ended. Returns the parameters of others that passes within it reached."""
+    def end(self) -> None:
+        """Take note that the block has ended."""
         self._has_ended = True
         if self._hook is not None:
             self._hook.remove()
-        reached, self._reached = self._reached, []
-        return reached
 
     def check(self) -> None:
         """Raise UsageError where the loss was run backward and not the scaled one."""
@@ -123,9 +136,12 @@ class BackwardWatch:
     def _scaled_passes(self, _: Tensor) -> None:
         self.proven = True
         guards = [guard for reference in self._guards if (guard := reference()) is not None]
-        others = self._others(guards)
+        others = self._others(guards, self._scale)
         if not self._has_ended:
-            self._reached += [param for param in others if engine_reaches(param)]
+            reached = [param for param in others if engine_reaches(param)]
+            if reached:
+                # The gradients are there at the end of the pass. What the program writes to them in the block counts.
+                at_end_of_pass(lambda: self._left_scaled.note(reached, self._scale, self.block))
             return
         # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
         unscaled = [guard.grads.leaves() for guard in guards if not is_same_scale(guard.grads.scale, self._scale)]

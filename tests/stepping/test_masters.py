@@ -613,3 +613,25 @@ def test_a_copied_model_has_no_masters_and_a_copied_optimizer_its_own_zero_grad(
     assert masters(optimizer)[0].grad is not None
     optimizer.step()
     assert not torch.equal(twin[0].weight, model[0].weight)
+
+
+def test_a_gradient_of_zeros_is_no_cleared_one() -> None:
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(2, 2)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level="O2", dtype=torch.float16, device_type="cpu", verbosity=0
+    )
+
+    def backward() -> None:
+        with autoamp.scale_loss(model(torch.ones(1, 2)).float().sum() * 0, optimizer) as scaled:
+            scaled.backward()
+
+    backward()
+    masters = list(autoamp.master_params(optimizer))
+    before, own = [master.detach().clone() for master in masters], torch.ones(2, 2)
+    masters[0].grad = own
+    backward()
+    optimizer.step()
+    assert torch.equal(masters[0], before[0] - 0.5)
+    assert own.tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -215,3 +215,124 @@ def test_nothing_is_kept_alive(handle: autoamp.Handle) -> None:
     del second, two, scaled
     gc.collect()
     assert left() is None
+
+
+class Pair:
+    """Two layers, each with an optimizer; the second one gets what the first one returns."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.first, self.second = Linear(4, 4), Linear(4, 4)
+        self.one, self.two = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.first, self.second))
+        self.before = weights(self.first, self.second)
+
+    def loss(self) -> Tensor:
+        return loss_of(self.first, self.second)
+
+    def assert_moved(self, *gradients: float) -> None:
+        """Assert that each layer moved by so many times its gradient."""
+        models = [Linear(4, 4), Linear(4, 4)]
+        with torch.no_grad():
+            for param, value in zip((p for model in models for p in model.parameters()), self.before, strict=True):
+                param.copy_(value)
+        loss_of(*models).backward()
+        now = weights(self.first, self.second)
+        for number, (model, times) in enumerate(zip(models, gradients, strict=True)):
+            for param, value in zip(model.parameters(), now[2 * number :], strict=False):
+                torch.testing.assert_close(value, param - 0.1 * times * param.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def pair(handle: autoamp.Handle) -> Iterator[Pair]:
+    with handle.disable_casts():
+        yield Pair()
+
+
+def test_a_closure_that_clears_what_another_block_left_is_right(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+
+    def closure() -> Tensor:
+        pair.two.zero_grad()
+        loss = pair.loss()
+        with handle.scale_loss(loss, pair.two) as scaled:
+            scaled.backward()
+        return loss
+
+    pair.two.step(closure)
+    pair.assert_moved(0.0, 1.0)
+
+
+def test_a_closure_of_a_forgotten_optimizer_is_refused(handle: autoamp.Handle, pair: Pair) -> None:
+    def closure() -> Tensor:
+        loss = pair.loss()
+        with handle.scale_loss(loss, pair.one) as scaled:
+            scaled.backward()
+        return loss
+
+    with pytest.raises(UsageError, match="would step by gradients"):
+        pair.two.step(closure)
+    pair.assert_moved(0.0, 0.0)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_nested_blocks(handle: autoamp.Handle, pair: Pair, passes: int) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as first, handle.scale_loss(pair.loss(), pair.two) as second:
+        if passes == 1:
+            (first + second).backward()
+        else:
+            first.backward()
+            second.backward()
+    pair.one.step()
+    pair.two.step()
+    pair.assert_moved(2.0, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:no parameter of SGD has a gradient")
+def test_a_block_within_reach_of_an_earlier_one(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as first:
+        pass
+    with handle.scale_loss(pair.loss(), [pair.one, pair.two]) as second:
+        (first + second).backward()
+    pair.one.step()
+    pair.two.step()
+    pair.assert_moved(2.0, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:100% of SGD's gradients underflow")
+@pytest.mark.parametrize("mended", ["zeroed", "divided"])
+def test_gradients_that_the_program_mends_within_the_block_are_its_own(
+    handle: autoamp.Handle, pair: Pair, mended: str
+) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+        for param in pair.second.parameters():
+            param.grad.zero_() if mended == "zeroed" else param.grad.div_(65536.0)  # type: ignore[union-attr]
+    pair.two.step()
+    pair.assert_moved(0.0, 0.0 if mended == "zeroed" else 1.0)
+
+
+def test_a_group_that_is_added_after_the_block_is_of_its_loss(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+    pair.one.add_param_group({"params": list(pair.second.parameters())})
+    pair.one.step()
+    pair.assert_moved(1.0, 1.0)
+
+
+def test_a_lazy_parameter_of_another_optimizer_is_in_no_graph(handle: autoamp.Handle, pair: Pair) -> None:
+    lazy = torch.optim.SGD(torch.nn.LazyLinear(4).parameters(), lr=0.1)
+    with handle.scale_loss(pair.loss(), [pair.one, pair.two]) as scaled:
+        scaled.backward()
+    pair.one.step()
+    pair.assert_moved(1.0, 0.0)
+    del lazy
+
+
+def test_a_refused_step_is_refused_again(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+    for act in (pair.two.step, lambda: handle.clip_grad_norm_(pair.two, 1.0), pair.two.step):
+        with pytest.raises(UsageError, match="multiplied by the loss scale"):
+            act()
+    pair.assert_moved(0.0, 0.0)

@@ -172,6 +172,29 @@ def test_a_write_between_two_passes_is_seen() -> None:
     assert program.skips(spoil)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_step_by_the_same_gradients_is_checked(way: str) -> None:
+    program = Program(way)
+    program.backward()
+    program.optimizer.step()
+    before = program.state()
+    program.params[0].grad.div_(0)  # type: ignore[union-attr]
+    program.optimizer.step()
+    assert all(map(torch.equal, before, program.state()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_limit_of_nan_is_seen(way: str) -> None:
+    def clip(params: Params) -> None:
+        if way == "FP16_Optimizer":
+            program.optimizer.clip_master_grads(math.nan)
+        else:
+            _handle().clip_grad_norm_(program.optimizer, math.nan)
+
+    program = Program(way)
+    assert program.skips(clip)
+
+
 class _Ops(TorchDispatchMode):
     """Counts looks at gradients."""
 
