@@ -311,8 +311,10 @@ def dynamo_names() -> Sequence[tuple[Any, str]]:
     them a graph calls methods and operators by their names, and casts when it runs.
     """
     modules = sys.modules.get
+    tensor = getattr(modules("torch._dynamo.variables.tensor"), "TensorVariable", None)
     owners = (
-        (getattr(modules("torch._dynamo.variables.tensor"), "TensorVariable", None), "var_getattr"),
+        # The first is its name from torch 2.14 on.
+        (tensor, "tp_getattro_impl" if hasattr(tensor, "tp_getattro_impl") else "var_getattr"),
         (getattr(modules("torch._dynamo.variables.builtin"), "BuiltinVariable", None), "call_function"),
         (modules("torch._dynamo.utils"), "run_node"),
         (getattr(modules("torch._dynamo.output_graph"), "OutputGraph", None), "call_user_compiler"),
