@@ -48,6 +48,7 @@ __all__ = [
     "compiler_callback",
     "current_graph_task",
     "current_node",
+    "disabled_by_dynamo",
     "dispatch_modes",
     "dynamo_names",
     "engine_reaches",
@@ -343,6 +344,12 @@ def attribute_in_dynamo(owner: Any, name: str) -> Any:
     from torch._dynamo.variables import GetAttrVariable
 
     return GetAttrVariable(owner, name)
+
+
+def disabled_by_dynamo(function: Any) -> Any:
+    """Return the function that `torch.compiler.disable` has wrapped in another one; None for any other."""
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return getattr(function, "_torchdynamo_orig_callable", None) if is_disabled else None
 
 
 def traced_in_place_of(function: Any) -> Any:

@@ -68,7 +68,7 @@ class Report:
     children: int = 0
     rank: int | None = None
     ranks: int | None = None
-    lists: tuple[str, ...] = ()
+    lists: list[str] = field(default_factory=list)
     memory: str | None = None
     peak_rss: int | None = None
     versions: dict[str, str] = field(default_factory=versions)

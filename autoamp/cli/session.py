@@ -217,7 +217,7 @@ class Run:
             masters=now.optimizers.has_masters,
             rank=_rank_variable("RANK"),
             ranks=_rank_variable("WORLD_SIZE"),
-            lists=_lists_in_force(now.settings.table) if now.settings.enabled else (),
+            lists=_lists_in_force(now.settings.table) if now.settings.enabled else [],
             memory=self._memory,
             peak_rss=peak_rss(),
         )
@@ -250,10 +250,10 @@ class Run:
         }
 
 
-def _lists_in_force(table: CastTable) -> tuple[str, ...]:
+def _lists_in_force(table: CastTable) -> list[str]:
     """Return the files of the lists, without those of packages that were not imported."""
     absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
-    return tuple(source for source in table.sources if source not in absent)
+    return [source for source in table.sources if source not in absent]
 
 
 def _rank_variable(name: str) -> int | None:

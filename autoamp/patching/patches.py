@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import wrapt
 
 from autoamp.errors import PatchError
 from autoamp.patching.imports import watcher, writing
 from autoamp.patching.marks import below_restored, mark_of, original_of
+from autoamp.torch_private import disabled_by_dynamo
 
 __all__ = ["Patch", "PatchSet", "check_writable"]
 
@@ -72,9 +74,13 @@ class Patch:
 
     def restore(self) -> bool:
         """Put back what was there. Return False, and change nothing, where the attribute has another value by now."""
-        if vars(self.parent).get(self.attribute, _ABSENT) is not self.replacement:
-            return False
-        if self.previous is _ABSENT:
+        found = vars(self.parent).get(self.attribute, _ABSENT)
+        if found is not self.replacement:
+            if self.previous is _ABSENT or disabled_by_dynamo(found) is not self.replacement:
+                return False
+            # The first call of torch.compile has disabled the replacement, as it would have disabled what was there.
+            setattr(self.parent, self.attribute, torch.compiler.disable(self.previous))
+        elif self.previous is _ABSENT:
             # Writing the inherited value would hide later changes of the attribute of the base class.
             delattr(self.parent, self.attribute)
         else:

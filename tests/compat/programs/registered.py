@@ -61,7 +61,7 @@ class Detector(nn.Module):
         x = self.align(x)
         assert x.dtype == torch.float32
         x = torch.einsum("nchw->nc", x) / 16
-        assert x.dtype == seen
+        assert x.dtype == torch.float32
         return torch.sigmoid(self.head(x))
 
 
