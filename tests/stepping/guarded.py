@@ -32,6 +32,9 @@ class Owner:
     def step_skipped(self) -> None:
         self.skipped += 1
 
+    def refuse_scaled(self, guard: StepGuard) -> None:
+        """Do nothing."""
+
     def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
         return False
 
