@@ -61,8 +61,14 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def importable(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    _forget_apex()
     monkeypatch.syspath_prepend(str(site))
     yield site / "apex"
+    _forget_apex()
+
+
+def _forget_apex() -> None:
+    """Take the alias away, and all modules of an `apex`, also those that other tests have imported."""
     uninstall()
     for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
         del sys.modules[name]
