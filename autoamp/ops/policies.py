@@ -220,25 +220,41 @@ def _einsum_promoter(einsum: Any, casts: Casts) -> OwnWay:
 
 
 def _contracts(args: tuple[Any, ...]) -> bool:
-    """Whether an einsum sums products: it has several operands, and an index that its result lacks.
+    """Whether an einsum sums products: an index of several operands that its result lacks.
+
+    An index of one operand alone is summed before anything is multiplied, and torch sums in fp32.
 
     Args:
-        args: An equation and operands, or operands each with a list of its indices. Ellipsis is an index too.
+        args: An equation and operands, or operands each with a list of its indices. An ellipsis is an index if it
+            stands for any dimensions.
     """
     if args and isinstance(args[0], str):
         inputs, arrow, output = args[0].replace(" ", "").replace("...", ".").partition("->")
-        operands: Sequence[Any] = inputs.split(",")
+        indices: Sequence[Any] = inputs.split(",")
+        tensors: Any = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
         result: Any = output if arrow else None
     else:
-        operands, result = args[1::2], args[-1] if len(args) % 2 else None
-        if not all(isinstance(one, (list, tuple)) for one in (*operands, result or ())):
-            return True  # torch raises an error
-    indices = [index for operand in operands for index in operand]
-    if result is None:
-        summed = any(indices.count(index) > 1 for index in indices if index not in (".", ...))
-    else:
-        summed = not set(indices).issubset(result)
-    return summed and len(operands) > 1
+        indices, tensors, result = args[1::2], args[: len(args) & ~1 : 2], args[-1] if len(args) % 2 else None
+    given = indices if result is None else (*indices, result)
+    are_tensors = len(tensors) == len(indices) and all(isinstance(one, Tensor) for one in tensors)
+    if not are_tensors or not all(map(_is_plain, given)):
+        return True  # torch raises an error
+    several: list[Any] = []
+    seen: list[Any] = []
+    for operand, tensor in zip(indices, tensors, strict=True):
+        for index in dict.fromkeys(operand):
+            if index in (".", ...) and tensor.dim() < len(operand):
+                continue
+            (several if index in seen else seen).append(index)
+    # A result that is not given has all of an ellipsis, and the indices that come once.
+    kept = (".", ...) if result is None else result
+    return any(index not in kept for index in several)
+
+
+def _is_plain(indices: Any) -> bool:
+    if isinstance(indices, str):
+        return True
+    return isinstance(indices, (list, tuple)) and all(type(index) in (int, type(...)) for index in indices)
 
 
 def _keeper(casts: Casts) -> OwnWay:

@@ -26,12 +26,17 @@ CONTRACTIONS = {
     "...i,...i->i": (2, 2),
     "ij,jk,kl->il": (2, 2, 2),
     "i,j,jk->ik": (1, 1, 2),
-    "i,j->i": (1, 1),
-    "ii,j->j": (2, 1),
 }
 OTHERS = {
     "i,j->ij": (1, 1),
     "i,j": (1, 1),
+    # An index of one operand alone is summed in fp32 before anything is multiplied.
+    "i,j->i": (1, 1),
+    "ii,j->j": (2, 1),
+    "b,bij->b": (1, 3),
+    "ij,k->": (2, 1),
+    # An ellipsis that stands for no dimensions.
+    "i...,i...->i": (1, 1),
     "i,j,k->ijk": (1, 1, 1),
     "b,bij->bij": (1, 3),
     "ij,ij->ij": (2, 2),
