@@ -52,9 +52,10 @@ class TracedSwitches:
     """The two switches as code finds them that Dynamo traces, which reads them here.
 
     Traced code that sets them has decided all casts once it is compiled, so nothing is set when it runs. A side effect
-    would also break the graph: a checkpoint's function may have none. So Dynamo calls `set`, `reset` and `now` while
-    it traces, and takes what they return for constants. A trace that Dynamo gives up and begins anew has a new context,
-    and with it no switches that are set.
+    would also break the graph: a checkpoint's function may have none. So Dynamo calls the methods below while it
+    traces, and takes what they return for constants. It keeps such a constant as a global of the traced module, by the
+    method's name, which must not be one of the program's. A trace that Dynamo gives up and begins anew has a new
+    context, and with it no switches that are set.
 
     Attributes:
         switches: This object, as `ThreadState.switches` is what other code reads.
@@ -68,26 +69,26 @@ class TracedSwitches:
     @property
     def on(self) -> Any:
         """`ThreadSwitches.on`. Compiled code guards on what its thread had when it was called."""
-        return self.now(0, self._local.switches.on)
+        return self.autoamp_now(0, self._local.switches.on)
 
     @property
     def forced_off(self) -> Any:
         """`ThreadSwitches.forced_off`, guarded alike."""
-        return self.now(1, self._local.switches.forced_off)
+        return self.autoamp_now(1, self._local.switches.forced_off)
 
     @mark_constant
-    def now(self, index: int, at_call: Any) -> Any:
+    def autoamp_now(self, index: int, at_call: Any) -> Any:
         """Return the first or second of the switches that are set, ``at_call`` where none are."""
         within = self._within()
         return within[-1][index] if within else at_call
 
     @mark_constant
-    def set(self, on: Any, forced_off: bool) -> None:
+    def autoamp_set(self, on: Any, forced_off: bool) -> None:
         """Set the switches of the code that is traced from now on."""
         self._within().append((on, forced_off))
 
     @mark_constant
-    def reset(self) -> None:
+    def autoamp_reset(self) -> None:
         """Put back what the last `set` replaced."""
         del self._within()[-1:]
 
@@ -101,11 +102,11 @@ def _set_traced(state: ThreadState, on: Any, forced_off: bool | None = None) -> 
     if forced_off is None:
         forced_off = traced.forced_off
         on = False if forced_off else on
-    traced.set(on, forced_off)
+    traced.autoamp_set(on, forced_off)
 
 
 def _reset_traced(state: ThreadState, token: Any) -> None:
-    state.traced.reset()
+    state.traced.autoamp_reset()
 
 
 class ThreadState(threading.local):
@@ -144,7 +145,7 @@ class ThreadState(threading.local):
         """Return the switches as the code that calls this finds them, whether it runs or Dynamo traces it."""
         return self.switches
 
-    @trace_as(lambda state: state.traced.now(1, vars(state.switches).get("forced_off")))
+    @trace_as(lambda state: state.traced.autoamp_now(1, vars(state.switches).get("forced_off")))
     def is_forced_off(self) -> bool:
         """Whether this thread, and not the default, forces casts off."""
         return bool(vars(self.switches).get("forced_off"))

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from torch.nn import Module
 
+from autoamp.torch_private import trace_as
+
 __all__ = ["TAGS", "ModuleTags"]
 
 TAGS = "_autoamp_tags"
@@ -29,6 +31,14 @@ class _Tag(str):
 
     def __reduce__(self) -> Any:
         return str, (str(self),)
+
+
+def _find_traced(tags: ModuleTags[Any], module: Module) -> str | None:
+    """`ModuleTags.find` for Dynamo, which guards on an attribute that is missing, and on no missing key of a dict."""
+    for tag in reversed(getattr(module, TAGS, ())):
+        if tag in tags.values:
+            return str(tag)
+    return None
 
 
 class ModuleTags(Generic[T]):
@@ -50,6 +60,7 @@ class ModuleTags(Generic[T]):
         vars(module)[TAGS] = (*vars(module).get(TAGS, ()), tag)
         return key
 
+    @trace_as(_find_traced)
     def find(self, module: Module) -> str | None:
         """Return the tag of the last value that a module was given, or the one it is a copy of; None without any."""
         tags: tuple[str, ...] = module.__dict__.get(TAGS, ())

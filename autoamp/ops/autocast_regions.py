@@ -46,7 +46,7 @@ class AutocastRegions:
                 # Dynamo enters the regions of the code that it traces.
                 if is_off and _is_the_programs(*traced):
                     local.regions = (*local.regions, (self, None))
-                    local.traced.set(False, True)
+                    local.traced.autoamp_set(False, True)
             elif _is_the_programs(*_caller(sys._getframe(1))):
                 casts.note_autocast(self.device, enabled=self._enabled)
                 if is_off:
@@ -66,7 +66,7 @@ class AutocastRegions:
                 *rest, (_, token) = local.regions
                 local.regions = tuple(rest)
                 if token is None:
-                    local.traced.reset()
+                    local.traced.autoamp_reset()
                 else:
                     local.reset(token)
             return original(self, *exc_info)

@@ -448,3 +448,46 @@ print([output.dtype for output in outputs])
 def test_inductor(tmp_path: Path) -> None:
     ended = plainly(written(tmp_path, {"script.py": INDUCTOR}), "script.py")
     assert ended.out.splitlines() == [f"{[FP32] * 2}", f"{[HALF] * 2}", f"{[FP32] * 3 + [HALF]}"], ended.err
+
+
+class _Layer(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x
+
+
+class _Around(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_code_that_instances_share_is_compiled_for_each_precision() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    x, models = torch.randn(4, 4), [_Around(), _Around()]
+    handle.override(models[1].layer, "fp32")
+    compiled = [torch.compile(model, backend="eager", fullgraph=True) for model in models]
+    assert [model(x).dtype for model in compiled] == [torch.bfloat16, torch.float32]
+    # An override after the first call, and its end.
+    override = handle.override(models[0].layer, "fp32")
+    assert compiled[0](x).dtype is torch.float32
+    override.undo()
+    assert compiled[0](x).dtype is torch.bfloat16
+
+
+def test_compiled_code_leaves_the_names_of_the_program() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    namespace: dict[str, Any] = {"torch": torch, "handle": handle}
+    source = "def f(a):\n    with handle.disable_casts():\n        return torch.nn.functional.normalize(a @ a)\n"
+    exec(source, namespace)
+    assert torch.compile(namespace["f"], backend="eager")(torch.randn(4, 4)).dtype is torch.float32
+    assert not {"set", "reset", "now"} & set(namespace)
+
+
+def test_the_reflected_division_is_that_of_eager_code() -> None:
+    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    x = torch.rand(4) + 1.0
+    assert torch.compile(lambda a: 1 / a, backend="eager")(x.bfloat16()).dtype is (1 / x.bfloat16()).dtype
