@@ -45,7 +45,9 @@ def _is_decided(code: Any) -> bool:
     """Tell whether the casts in a compiled method or function are decided already."""
     graph = code.inlined_graph
     # The tracer alone knows the dtypes of values.
-    if any(value.isCompleteTensor() for node in graph.nodes() for value in node.outputs()):
+    # Frozen weights are constants, whose dtypes are known too.
+    nodes = (node for node in graph.nodes() if node.kind() != "prim::Constant")
+    if any(value.isCompleteTensor() for node in nodes for value in node.outputs()):
         return True
     dtypes = [node.inputsAt(1).toIValue() for node in graph.findAllNodes("aten::to")]
     return any(dtype in _HALF_NUMBERS for dtype in dtypes if type(dtype) is int)

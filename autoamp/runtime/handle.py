@@ -245,16 +245,23 @@ class BaseHandle:
         the code that it made. A checkpoint is around the whole model.
 
         Args:
-            model: The model, in the mode in which it trains.
+            model: The model, in the mode in which it trains. Of what `torch.compile` returned it takes the model within.
             inputs: What it is called with.
             backend: That of `torch.compile`; None to leave compiled code out.
             named_inputs: What it is called with by name.
 
         Raises:
-            UsageError: The handle is not active, or ``model`` is not a module.
+            UsageError: The handle is not active, or ``model`` is not a module, or ``model.compile()`` was called.
         """
         if not isinstance(model, Module):
             raise UsageError(f"consistency() takes a torch.nn.Module, not {kind_of(model)}")
+        # What torch.compile returned has the model that it was given.
+        model = getattr(model, "_orig_mod", model)
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                f"consistency() compiles the model itself, and this {type(model).__name__} is compiled by "
+                "model.compile(); pass one that is not"
+            )
         run = self._active_runtime
         check = ConsistencyCheck(
             model, inputs, named_inputs, run.observation, run.precisions, run.overflows, self.inference

@@ -284,3 +284,14 @@ def test_disabled_handle() -> None:
     found = handle.consistency(nn.Linear(2, 2), torch.ones(2, 2), backend=None)
     assert found.is_consistent
     assert [path.failed for path in found.paths] == [None] * (len(PATHS) - 1)
+
+
+def test_a_compiled_model_is_compared_by_the_model_within() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    model = torch.nn.Linear(4, 4)
+    found = handle.consistency(torch.compile(model, backend="eager"), torch.ones(2, 4), backend="eager")
+    assert found.is_consistent
+    assert not any(path.failed for path in found.paths)
+    model.compile(backend="eager")
+    with pytest.raises(autoamp.UsageError, match=r"model.compile\(\); pass one that is not"):
+        handle.consistency(model, torch.ones(2, 4))

@@ -491,3 +491,10 @@ def test_the_reflected_division_is_that_of_eager_code() -> None:
     autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     x = torch.rand(4) + 1.0
     assert torch.compile(lambda a: 1 / a, backend="eager")(x.bfloat16()).dtype is (1 / x.bfloat16()).dtype
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_frozen_script_takes_half_inputs() -> None:
+    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(4, 4).eval()))
+    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    assert frozen(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
