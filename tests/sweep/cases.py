@@ -107,7 +107,7 @@ class Variant:
 def policies_by_place(half: torch.dtype) -> dict[tuple[int, str], CastPolicy]:
     """Return the policy of each patched attribute."""
     lists = "bf16" if half is torch.bfloat16 else "default"
-    found = expand(shipped_table(lists)).targets
+    found = expand(shipped_table(lists, "cpu")).targets
     return {(id(target.parent), target.attribute): target.rule.policy for target in found}
 
 
