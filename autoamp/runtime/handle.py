@@ -245,7 +245,7 @@ class BaseHandle:
         the code that it made. A checkpoint is around the whole model.
 
         Args:
-            model: The model, in the mode in which it trains. Of what `torch.compile` returned it takes the model within.
+            model: The model, in the mode in which it trains. One that `torch.compile` returned is unwrapped.
             inputs: What it is called with.
             backend: That of `torch.compile`; None to leave compiled code out.
             named_inputs: What it is called with by name.
