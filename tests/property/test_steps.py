@@ -137,9 +137,9 @@ class World:
         self.schedulers: dict[int, Any] = {}
         for number in early:
             self.schedule(Schedule(number))
-        # For each optimizer: what blocks found since its last step; whether that was a skip; gradients left scaled.
+        # For each optimizer: what blocks found since its last step; whether any block checked; gradients left scaled.
         self.found: list[list[bool]] = [[], []]
-        self.was_checked, self.skipped, self.left_scaled = [False, False], [False, False], [False, False]
+        self.was_checked, self.left_scaled = [False, False], [False, False]
 
     def params(self, number: int) -> list[Any]:
         return [param for group in self.optimizers[number].param_groups for param in group["params"]]
@@ -201,22 +201,23 @@ class World:
 
     def step(self, action: Step) -> None:
         number = action.optimizer
-        if self.left_scaled[number]:
+        if self.left_scaled[number] and action.closure is None:
             raise Refused
         skips = self.must_skip(number, bool(action.closure))
         if action.closure is not None and not skips:
+            # A closure clears what another block has left.
             self.optimizers[number].zero_grad()
+            self.left_scaled[number] = False
             self.block(action.closure)
             skips = self.must_skip(number, False)
         self.found[number].clear()
-        self.skipped[number] = skips
         if not skips:
             self.optimizers[number].step()
         self.after_step(number)
 
     def must_skip(self, number: int, closure: bool) -> bool:
         finite = all(bool(p.grad.isfinite().all()) for p in self.params(number) if p.grad is not None)
-        looks = self.found[number] or (self.skipped[number] and self.was_checked[number] and not closure)
+        looks = self.found[number] or (self.was_checked[number] and not closure)
         return any(self.found[number]) or bool(looks and not finite)
 
     def after_step(self, number: int) -> None:
