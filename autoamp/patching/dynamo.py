@@ -104,7 +104,10 @@ def _build_operator(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> An
 
     def call(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         for place, name in enumerate(_methods_of(self.fn)):
-            if place < len(args) and _is_replaced(name) and args[place].realize().is_tensor():
+            if place < len(args) and args[place].realize().is_tensor():
+                if not _is_replaced(name):
+                    # Python asks the second operand only where the first is no tensor.
+                    break
                 others = [*args[:place], *args[place + 1 :]]
                 return method_in_dynamo(tx, name).call_function(tx, [args[place], *others], kwargs)
         return original(self, tx, args, kwargs)
