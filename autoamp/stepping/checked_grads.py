@@ -42,8 +42,5 @@ class CheckedGrads:
 
     def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradients were not checked, or were written to or replaced since."""
-        if len(self._marks) > 2 * len(params):
-            # Of parameters that the optimizer steps no more.
-            self._marks = {id(param): self._marks[id(param)] for param in params if id(param) in self._marks}
         get = self._marks.get
         return [p for p in params if p.grad is not None and not is_same_gradient(get(id(p)), p.grad)]

@@ -273,7 +273,6 @@ class PendingChecks:
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
-        # Those of the last step.
         self._checked = CheckedGrads()
         self._groups = SyncGroups()
         # Whether ranks agreed on all that was found since the step.
@@ -299,6 +298,8 @@ class PendingChecks:
     def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = self._grads.params()
+        # All of them, anew: nothing stays of parameters that the optimizer steps no more.
+        self._checked = CheckedGrads()
         self._checked.note(self._unscaled)
         self.last, self._agreed = (scaler, scale), False
 
