@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 
 import autoamp
 from autoamp.rules import loader
-from autoamp.runtime import active
+from autoamp.runtime import activated, active, suspended
 from autoamp.stepping import open_blocks
 
 # Tests that fork would wait without end in the child: it has none of the threads that OpenMP started in this process.
@@ -160,13 +160,16 @@ def no_package_lists(request: pytest.FixtureRequest) -> Iterator[None]:
 def pristine_torch() -> Iterator[None]:
     """Deactivate what a test left active, forget what it registered, and prove that torch is as it was."""
     torch.manual_seed(0)
-    before = dict(active.handles.registry.rules)
+    before, listeners = dict(active.handles.registry.rules), (list(activated), list(suspended))
     yield
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
     active.put_handle(None)
     active.handles.registry.rules = before
+    left = (list(activated), list(suspended))
+    activated[:], suspended[:] = listeners
+    assert left == listeners, "a listener is left, and hears of the next test's handles"
     assert_pristine()
     assert open_blocks.count == 0
     assert not torch.is_inference_mode_enabled()

@@ -60,7 +60,11 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     counts = reports or speaks or parent is not None
     # --fail-on needs no sampled steps.
     run = set_up(options, count=counts, record=judged or reports, sample=reports)
-    run_program = prepared(program, run.options.as_dict())
+    try:
+        run_program = prepared(program, run.options.as_dict())
+    except BaseException:
+        run.abandon()
+        raise
     if run.real_apex is not None and first:
         added = added_to_real_apex()
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"

@@ -155,6 +155,12 @@ class Run:
             recording.stop()
         return self._now.report()
 
+    def abandon(self) -> None:
+        """Take back what was set up, for a program that cannot be begun."""
+        self.end_recording()
+        self._listening.close()
+        self.handle.deactivate()
+
     def _count(self, handle: BaseHandle) -> None:
         counts = handle.count()
         # A handle that was suspended, in favour of a region's, goes on with its own.
