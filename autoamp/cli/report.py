@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ class Report:
         masters: Whether optimizers step fp32 masters of those in half precision.
         children: How many processes that the program started have a part in these numbers.
         lists: The files of the lists in force, later ones over earlier ones; empty where no list casts.
+        folder: The folder in which the run began.
         memory: The result of `keep_freed_memory`; None if it was not called.
         peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
         rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
@@ -69,6 +71,7 @@ class Report:
     rank: int | None = None
     ranks: int | None = None
     lists: list[str] = field(default_factory=list)
+    folder: str = field(default_factory=os.getcwd)
     memory: str | None = None
     peak_rss: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
@@ -154,7 +157,7 @@ class Report:
         """Return the files of the lists; one that was found in a parent folder is easily overlooked."""
         if self.dtype is None or not self.lists or self.casts_left_to is not None:
             return []
-        here = Path.cwd()
+        here = Path(self.folder)
         parents = [str(folder / name) for folder in here.parents for name in ("autoamp.toml", "pyproject.toml")]
         names = (f"{name} of a parent folder" if name in parents else name for name in self.lists)
         return [f"lists {', '.join(name.removeprefix('lists/').removeprefix(f'{here}/') for name in names)}"]

@@ -120,6 +120,7 @@ class Run:
         self.handle = handle
         self.real_apex = real
         self._memory = memory
+        self._folder = os.getcwd()
         self._began = time.perf_counter()
         self._counts: list[Counts] = []
         # Listeners that end with the report.
@@ -224,6 +225,7 @@ class Run:
             rank=_rank_variable("RANK"),
             ranks=_rank_variable("WORLD_SIZE"),
             lists=_lists_in_force(now.settings.table) if now.settings.enabled else [],
+            folder=self._folder,
             memory=self._memory,
             peak_rss=peak_rss(),
         )

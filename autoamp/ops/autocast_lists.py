@@ -27,6 +27,8 @@ _WIDTHS = {
 _FUNCTIONS = {"cross_entropy_loss": "cross_entropy", "nll_loss2d": "nll_loss"}
 _FUNCTIONS_BY_WORD = {"_pad": "pad", "upsample_": "interpolate"}
 _MODULES = {"fft_": "torch.fft.", "linalg_": "torch.linalg."}
+# A function of these has the name of the operator that it calls.
+_NAMESPACES = ("torch", "torch.Tensor", "torch.functional", "torch.nn.functional", "torch.special")
 _HALF, _SINGLE = torch.bfloat16, torch.float32
 # What a schema's argument without a default gets: an operator casts before it looks at any of these.
 _VALUES: dict[str, Any] = {
@@ -59,21 +61,23 @@ class AutocastDifference:
         return _WIDTHS[self.here] < _WIDTHS[self.in_torch]
 
 
-def autocast_differences(table: CastTable, device_type: str) -> tuple[AutocastDifference, ...]:
+def autocast_differences(table: CastTable, device_type: str) -> tuple[AutocastDifference, ...] | None:
     """Return the ops of torch that a table casts otherwise than `torch.autocast` of the installed torch, sorted.
 
     Args:
         table: The rules in force on this device type.
-        device_type: ``"cpu"``, ``"cuda"``, ``"mps"`` or ``"xpu"``; for any other there are none.
+        device_type: ``"cpu"``, ``"cuda"``, ``"mps"`` or ``"xpu"``. For any other the result is None: torch has no lists
+            that can be compared.
     """
     rules = {rule.target: rule for rule in table.rules if rule.bare or rule.target.startswith("torch.")}
-    in_torch = {
-        op if op in rules else op.rpartition(".")[2]: policy for op, policy in autocast_policies(device_type).items()
-    }
+    dotted = autocast_policies(device_type)
+    bare = {op.rpartition(".")[2]: policy for op, policy in dotted.items()}
+    in_torch = bare | {f"{space}.{op}": bare[op] for op in bare for space in _NAMESPACES} | dotted
     # A dotted rule of the same name goes before a bare one.
-    ops = {op for op in rules if f"torch.{op}" not in rules} | {op for op in in_torch if not op.startswith("_")}
+    ops = {op for op in rules if f"torch.{op}" not in rules}
+    ops |= {op if op in rules else op.rpartition(".")[2] for op in dotted if "._" not in op}
     found = (AutocastDifference(op, in_torch.get(op, CastPolicy.NONE), rules.get(op)) for op in sorted(ops))
-    return tuple(one for one in found if one.in_torch is not one.here) if in_torch else ()
+    return tuple(one for one in found if one.in_torch is not one.here) if in_torch else None
 
 
 def autocast_policies(device_type: str) -> dict[str, CastPolicy]:

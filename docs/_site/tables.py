@@ -89,7 +89,7 @@ def autocast() -> str:
     """Return the differences of the shipped sets from the installed torch's autocast as a table in Markdown."""
     places: dict[tuple[str, str, str, str], list[str]] = {}
     for place, (name, device_type) in _PLACES.items():
-        for one in autocast_differences(shipped_table(name, device_type), device_type):
+        for one in autocast_differences(shipped_table(name, device_type), device_type) or ():
             reason = "" if one.rule is None else reason_of(one.rule)
             places.setdefault((one.in_torch.value, one.here.value, reason, one.op), []).append(place)
     rows: dict[tuple[str, str, str, str], list[str]] = {}

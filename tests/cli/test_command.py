@@ -645,6 +645,8 @@ def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> Non
         assert rows["layer_norm"] == policy
     assert main(["lists", "--device-type", "toaster"]) == 2
     assert "device_type='toaster' is unknown to torch" in capsys.readouterr().err
+    assert main(["lists", "--check", "--device-type", "hpu", "--dtype", "bf16"]) == 0
+    assert capsys.readouterr().out.endswith("\ntorch has no autocast lists that can be compared for hpu\n")
     # A device type without a half dtype of its own.
     assert main(["doctor", "--device-type", "meta"]) == 2
     assert "no default half dtype for device_type='meta'; give dtype=" in capsys.readouterr().err

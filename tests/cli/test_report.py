@@ -78,10 +78,13 @@ def test_summary(changes: dict[str, Any], summary: str) -> None:
 
 
 def test_summary_tells_of_a_list_in_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    monkeypatch.chdir(tmp_path / "run")
+    run = tmp_path / "run"
+    run.mkdir()
+    # A program that changes its folder, and whose process removes it.
+    monkeypatch.chdir(tmp_path)
     summaries = [
-        replace(REPORT, lists=(str(file),)).summary() for file in (tmp_path / "autoamp.toml", Path.cwd() / "a.toml")
+        replace(REPORT, lists=(str(file),), folder=str(run)).summary()
+        for file in (tmp_path / "autoamp.toml", run / "a.toml")
     ]
     assert f"; lists {tmp_path / 'autoamp.toml'} of a parent folder; " in summaries[0]
     assert "; lists a.toml; " in summaries[1]

@@ -98,3 +98,15 @@ def test_a_real_apex_is_found_and_left(tmp_path: Path, monkeypatch: pytest.Monke
     assert not is_installed()
     with pytest.raises(UsageError, match="--shadow-apex"):
         set_up(Options(opt_level="O2"))
+
+
+def test_a_summary_tells_of_the_list_of_a_parent_folder_after_the_program_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "autoamp.toml").write_text("schema = 1\n", encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    run = set_up(Options(dtype="bf16", device_type="cpu"))
+    os.chdir(tmp_path)
+    (tmp_path / "run").rmdir()
+    assert f"{tmp_path / 'autoamp.toml'} of a parent folder" in run.report(["x.py"], 0).summary()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import autoamp
 from autoamp.ops.autocast_lists import autocast_differences, autocast_policies
-from autoamp.rules.loader import shipped_table
+from autoamp.rules.loader import load_table, shipped_table
 from autoamp.rules.table import CastPolicy, CastTable
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -33,13 +33,13 @@ def narrower_ops(half: str) -> dict[str, float]:
 @pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu", "mps"])
 def test_each_op_of_autocasts_lists_is_as_wide_here(device_type: str, half: str) -> None:
     assert len(autocast_policies(device_type)) > 80
-    found = autocast_differences(shipped_table(SETS[half], device_type), device_type)
+    found = autocast_differences(shipped_table(SETS[half], device_type), device_type) or ()
     narrower = {one.op for one in found if one.is_narrower and one.in_torch is not CastPolicy.NONE}
     assert narrower == (set(narrower_ops(half)) if device_type == "cpu" else set())
 
 
 def test_default_has_each_op_of_autocasts_lists_for_cuda_under_its_policy() -> None:
-    found = autocast_differences(shipped_table("default", "cuda"), "cuda")
+    found = autocast_differences(shipped_table("default", "cuda"), "cuda") or ()
     # An outer product, which gains nothing from half precision.
     assert [one.op for one in found if one.in_torch is not CastPolicy.NONE] == ["addr"]
 
@@ -108,10 +108,22 @@ def test_what_the_cpu_sums_in_half_is_fp32(op: str, half: str) -> None:
 
 
 def test_an_op_that_torch_lists_and_no_list_here_is_told() -> None:
-    found = {one.op: one for one in autocast_differences(CastTable(), "cuda")}
+    found = {one.op: one for one in autocast_differences(CastTable(), "cuda") or ()}
     assert (found["mm"].in_torch, found["mm"].here) == (CastPolicy.FP16, CastPolicy.NONE)
     assert [found[op].is_narrower for op in ("mm", "softmax")] == [False, True]
-    assert autocast_differences(CastTable(), "meta") == ()
+    assert autocast_differences(CastTable(), "meta") is None
+
+
+def test_dotted_rules_are_compared_as_the_function_that_they_name() -> None:
+    narrower = ["torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax", "torch.nn.functional.mse_loss"]
+    wider = ["torch.functional.einsum", "torch.Tensor.mm"]
+    table = load_table({"extends": ["default"], "fp16": narrower, "fp32": wider}, device_type="cuda", environ={})
+    found = {one.op: one for one in autocast_differences(table, "cuda") or ()}
+    for ops, in_torch in ((narrower, CastPolicy.FP32), (wider, CastPolicy.FP16)):
+        assert [found[op].in_torch for op in ops] == [in_torch] * len(ops)
+        assert [found[op].is_narrower for op in ops] == [ops is narrower] * len(ops)
+    # Another function than `torch.mm`, which autocast does not list.
+    assert found["torch.sparse.mm"].in_torch is CastPolicy.NONE
 
 
 def test_asking_leaves_autocast_as_it_was() -> None:
