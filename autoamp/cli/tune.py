@@ -44,9 +44,8 @@ def tune(chosen: argparse.Namespace) -> int:
             say(f"{error}. Nothing was written", wrong=True)
             return 1
         lines = summary_of(survey, search, chosen.metric)
-        extends, others = _extends(chosen.lists, survey, output.parent)
-        heads = ["Written by autoamp tune.", *lines, *(f"tuned on top of [tool.autoamp] in {name}" for name in others)]
-        text = list_text(search.chosen, extends, [*heads, ""])
+        extends = _extends(chosen.lists, survey, output.parent)
+        text = list_text(search.chosen, extends, ["Written by autoamp tune.", *lines, ""])
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -57,14 +56,12 @@ def tune(chosen: argparse.Namespace) -> int:
     return 0 if search.stopped is None else search.stopped.exit_code
 
 
-def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> tuple[list[str], list[str]]:
-    """Return the lists that the runs used: the names for ``extends``, and those that no list can extend."""
+def _extends(lists: Sequence[str], survey: Survey, folder: Path) -> list[str]:
+    """Return the lists that the runs used, as names for ``extends``."""
     base = "bf16" if survey.dtype == "bfloat16" else "default"
     sources = load_table(list(lists), base=base, device_type=survey.device_type).sources
     # Lists of packages lie over every base.
     packages = {str(package.file) for package, _ in package_tables()}
     shipped = [Path(source).stem for source in sources if source.startswith("lists/")]
     files = [source for source in sources if not source.startswith("lists/") and source not in packages]
-    projects = [source for source in files if Path(source).name == "pyproject.toml"]
-    names = [*(shipped[1:] or shipped), *(os.path.relpath(file, folder) for file in files if file not in projects)]
-    return names, projects
+    return [*(shipped[1:] or shipped), *(os.path.relpath(file, folder) for file in files)]

@@ -28,6 +28,7 @@ __all__ = [
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
+_PYPROJECT = "pyproject.toml"
 # Far beyond any list that somebody wrote: 300 rules take 20 KB.
 _MOST_BYTES = 10**6
 _LONGEST_CHAIN = 32
@@ -74,6 +75,10 @@ def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
     """Read a shipped set by its name, or a file by its path."""
     if not _is_name(ref):
         path = Path(os.path.abspath(folder / ref))
+        if path.name == _PYPROJECT and path.is_file():
+            return _read_pyproject(path) or fail(
+                asked_by, f"{ref!r} has no table [tool.autoamp]; add it, or remove {ref!r}"
+            )
         return _read(path, str(path), replace(asked_by, shipped=False))
     if ref not in (valid := shipped_sets()):
         remedy = f"Choose {choices(valid)}, or give a path: it has a separator or ends in '.toml'"
@@ -109,13 +114,14 @@ def _read_pyproject(path: Path) -> ListSet | None:
 def _discover(start: Path) -> ListSet | None:
     """Return the list set of the nearest folder, upwards from `start`, that has one."""
     for folder in (start, *start.parents):
-        project, pyproject = folder / PROJECT_FILE, folder / "pyproject.toml"
+        project, pyproject = folder / PROJECT_FILE, folder / _PYPROJECT
         found = _read_pyproject(pyproject)
         if os.path.isfile(project):
-            origin = Origin(str(project), None, False)
-            if found is not None:
-                fail(origin, f"the same folder has [tool.autoamp] in {pyproject}; keep one of the two")
+            origin, of_pyproject = Origin(str(project), None, False), found
             found = _read(project, str(project), origin)
+            if of_pyproject is not None and _PYPROJECT not in (found.extends or ()):
+                remedy = f'keep one of the two, or add extends = ["{_PYPROJECT}"] to {PROJECT_FILE}'
+                fail(origin, f"the same folder has [tool.autoamp] in {pyproject}; {remedy}")
         if found is not None:
             return found
     return None
@@ -199,6 +205,8 @@ class _Layers:
             fail(asked_by, f"{ref!r}: more than {_LONGEST_CHAIN} `extends` in a chain; merge some of these lists")
         if name not in self.bases:
             self._extend(found, (*chain, name))
+            for item, other in enumerate(found.lists):
+                self.add_base(other, found.source.at("lists", item=item), found.source.folder, (*chain, name))
             self.bases[name] = found.own
 
     def _extend(self, found: ListSet, chain: tuple[str, ...]) -> None:

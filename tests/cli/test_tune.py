@@ -146,15 +146,19 @@ def test_from_end_to_end(script: Path, forked: None) -> None:
     assert json.dumps("__mul__") in text
 
 
-def test_a_tuned_list_means_the_same_alone(script: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It extends what the runs used: a list of the environment, and that of a parent folder, which it hides."""
-    (script.parent.parent / "autoamp.toml").write_text('schema = 1\nfp32 = ["tanh"]\n')
+@pytest.mark.parametrize("project", ["../autoamp.toml", "pyproject.toml"])
+def test_a_tuned_list_means_the_same_alone(
+    project: str, script: Path, forked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It extends what the runs used: a list of the environment, and that of the project, in a parent folder or here."""
+    head = "[tool.autoamp]" if project == "pyproject.toml" else "schema = 1"
+    Path(project).write_text(f'{head}\nfp32 = ["tanh"]\n')
     Path("more.toml").write_text('schema = 1\nfp32 = ["sin"]\n')
     monkeypatch.setenv("AUTOAMP_LISTS", "more.toml")
     script.write_text(SCRIPT)
     arguments = [*ON_CPU, "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
     assert main(["tune", "--metric", "loss", *arguments, "script.py"]) == 0
-    assert tomllib.loads(Path("autoamp.toml").read_text())["extends"] == ["default", "../autoamp.toml", "more.toml"]
+    assert tomllib.loads(Path("autoamp.toml").read_text())["extends"] == ["default", project, "more.toml"]
     table = load_table(None, environ={})
     for op in ("__mul__", "tanh", "sin", "softmax"):
         rule = table.policy_of(op)

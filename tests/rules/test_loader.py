@@ -261,7 +261,22 @@ head = "fp32"
 def test_two_lists_in_one_folder_are_an_error_that_names_both(place: Path) -> None:
     write(place / "autoamp.toml", "")
     write(place / "pyproject.toml", "[tool.autoamp]", schema=False)
-    check_refused(None, place / "autoamp.toml", None, [str(place / "pyproject.toml")])
+    check_refused(None, place / "autoamp.toml", None, [str(place / "pyproject.toml"), 'extends = ["pyproject.toml"]'])
+
+
+def test_a_list_that_extends_the_table_of_a_pyproject(place: Path) -> None:
+    extra = write(place / "conf" / "extra.toml", "fp16 = ['silu']")
+    text = "[tool.autoamp]\nlists = ['conf/extra.toml']\nfp32 = ['gelu', 'relu']"
+    pyproject = write(place / "pyproject.toml", text, schema=False)
+    lists = [write(place / "autoamp.toml", "extends = ['default', 'pyproject.toml']\nfp16 = ['gelu']")]
+    (place / "x").mkdir()
+    lists += [write(place / "x" / "tuned.toml", "extends = ['default', '../pyproject.toml']\nfp16 = ['gelu']")]
+    for given, path in zip((None, lists[1]), lists, strict=True):
+        table = load(given, start=place if given is None else Path("/"))
+        assert table.sources == ("lists/default.toml", str(extra), str(pyproject), str(path))
+        assert [policies(table)[op] for op in ("gelu", "relu", "silu")] == ["fp16", "fp32", "fp16"]
+    write(pyproject, "[tool.ruff]", schema=False)
+    check_refused(None, lists[0], 2, ["'pyproject.toml' has no table [tool.autoamp]"])
 
 
 SPECIAL = """
