@@ -67,7 +67,8 @@ Prints the lines for autoamp.toml. k culprits among n candidates take at most k 
 
 _CONSISTENCY_HELP = """\
 call this function, which returns a model and its inputs, and compare what the model computes in training, without
-gradients, in checkpoints and in compiled code; exit 1 if it differs. See handle.consistency
+gradients, in checkpoints and in compiled code; exit 1 if it differs, 4 if a path could not be compared. See
+handle.consistency
 """
 
 _REPLAY_HELP = """\

@@ -22,7 +22,8 @@ __all__ = ["doctor"]
 def doctor(chosen: argparse.Namespace) -> int:
     """Look around and print what is found.
 
-    Returns the exit code: 1 if the lists of this place cannot be used, or a model is not consistent.
+    Returns the exit code: 1 if the lists of this place cannot be used, or a model is not consistent; 4 if it is unknown
+    whether it is.
     """
     sys.path[:0] = [] if sys.flags.safe_path or os.getcwd() in sys.path else [os.getcwd()]
     for module in chosen.imports:
@@ -54,7 +55,7 @@ def doctor(chosen: argparse.Namespace) -> int:
     if chosen.consistency is not None and code == 0:
         found = _consistency(chosen.consistency, kind)
         lists = {**lists, f"Consistency of {chosen.consistency}": str(found).splitlines()}
-        code = 0 if found.is_consistent else 1
+        code = {True: 0, False: 1, None: 4}[found.is_consistent]
     for heading, lines in {**sections, **lists}.items():
         show(heading)
         sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")

@@ -13,6 +13,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ _ON = {True: "on", False: "off"}
 _CASTS = ("aten::_to_copy", "aten::copy_", "aten::to")
 _CASTS_AGAIN = "the graph that torch.compile made has the dtypes of training, but its code computes in others"
 _INFERENCE = "handle.inference"
+_THREAD = "a thread, as of DataParallel"
 _PACKED = "handle.inference packs weights for oneDNN, whose kernels sum in another order"
 
 
@@ -102,9 +104,11 @@ class Consistency:
     paths: tuple[ComparedPath, ...]
 
     @property
-    def is_consistent(self) -> bool:
-        """Whether no path that was compared differs from the training pass."""
-        return all(path.dtype is None and path.bits is None for path in self.paths)
+    def is_consistent(self) -> bool | None:
+        """Whether all paths compute what training does. None: none differs, but one was not wholly compared."""
+        if any(path.dtype is not None or path.bits is not None for path in self.paths):
+            return False
+        return None if any(path.failed is not None for path in self.paths) else True
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.paths))
@@ -316,6 +320,8 @@ class ConsistencyCheck:
             self._restore.append(tape.undo)
             paths = [self._compared(training, *path) for path in self._eager_paths()]
             paths[-1] = self._with_packed_weights(training, paths[-1])
+            with ThreadPoolExecutor(1) as thread:
+                paths.append(thread.submit(self._compared, training, _THREAD, self._call, True).result())
         if backend is not None:
             paths.append(self._compiled(training, backend))
         return Consistency(tuple(paths))
@@ -361,7 +367,11 @@ class ConsistencyCheck:
 
         outputs = checkpoint(call, root, *args, use_reentrant=reentrant)
         sums = [output.sum(dtype=torch.float32) for output in _floating(outputs) if output.requires_grad]
-        if sums:
+        # By the root alone the outputs of a reentrant checkpoint require gradients, and its backward pass raises.
+        if sums and any(one.requires_grad for one in iter_tensors((args, kwargs, params))):
+            # So that a model which counts its calls does not differ for that in the second one.
+            with undisturbed():
+                self._put_back()
             torch.stack(sums).sum().backward()
         return outputs
 
@@ -380,13 +390,17 @@ class ConsistencyCheck:
         try:
             yield
         finally:
-            for restore in self._restore:
-                restore()
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for restore in self._restore:
+            restore()
 
     def _compared(self, training: _Pass, name: str, run: Callable[[], Any], bits: bool) -> ComparedPath:
         try:
             with self._restored():
-                return _compare(training, self._taped(run)[0], name, bits=bits)
+                found = _compare(training, self._taped(run)[0], name, bits=bits)
+            return replace(found, failed=found.failed or training.incomplete)
         except Exception as error:
             return ComparedPath(name, failed=_told(error))
 

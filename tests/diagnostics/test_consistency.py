@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from autoamp.torch_private import current_graph_task, dispatch_modes
 
 PATHS = [
     "no_grad", "inference_mode", "eval", "checkpoint(use_reentrant=False)", "checkpoint(use_reentrant=True)",
-    "handle.inference", "torch.compile",
+    "handle.inference", "a thread, as of DataParallel", "torch.compile",
 ]  # fmt: skip
 
 
@@ -51,7 +52,8 @@ def bf16() -> Any:
 
 def compared(handle: Any, apart: Any, change: Any, backend: Any = None) -> dict[str, ComparedPath]:
     found = handle.consistency(Planted(apart, change), torch.randn(8, 16), backend=backend)
-    assert found.is_consistent is all(path.dtype is path.bits is None for path in found.paths)
+    if any(path.dtype or path.bits for path in found.paths):
+        assert found.is_consistent is False
     return {path.name: path for path in found.paths}
 
 
@@ -68,7 +70,8 @@ def test_consistent_model(bf16: Any) -> None:
 def test_dtype_without_gradients(bf16: Any) -> None:
     found = compared(bf16, lambda: not torch.is_grad_enabled(), in_fp32, backend="eager")
     # The backward pass of a reentrant checkpoint has gradients on, its first call has none.
-    for name in set(PATHS) - {"checkpoint(use_reentrant=False)", "torch.compile"}:
+    same = {"checkpoint(use_reentrant=False)", "a thread, as of DataParallel", "torch.compile"}
+    for name in set(PATHS) - same:
         one = found[name].dtype
         assert one is not None
         assert (one.op, one.module, one.expected, one.found) == (
@@ -78,8 +81,7 @@ def test_dtype_without_gradients(bf16: Any) -> None:
         assert one.location.endswith(f"test_consistency.py:{in_fp32.__code__.co_firstlineno + 2}")
         assert one.reason is not None
         assert one.reason.startswith("casts are off here and on in training; fp16 by 'linear' in ")
-    assert found["checkpoint(use_reentrant=False)"] == ComparedPath("checkpoint(use_reentrant=False)")
-    assert found["torch.compile"] == ComparedPath("torch.compile")
+    assert all(found[name] == ComparedPath(name) for name in same)
 
 
 def test_bits_without_gradients(bf16: Any) -> None:
@@ -209,9 +211,59 @@ def test_path_that_raises(bf16: Any) -> None:
                 raise ValueError("not here\nsecond line")
             return x * 2
 
-    found = {path.name: path for path in bf16.consistency(Refuses(), torch.randn(4), backend=None).paths}
+    result = bf16.consistency(Refuses(), torch.randn(4), backend=None)
+    found = {path.name: path for path in result.paths}
     assert str(found["inference_mode"]) == "inference_mode: not compared: ValueError: not here"
     assert found["no_grad"] == ComparedPath("no_grad")
+    assert result.is_consistent is None
+
+
+def test_training_pass_whose_calls_are_not_seen(bf16: Any) -> None:
+    class CompilesInTraining(nn.Linear):
+        def forward(self, x):
+            if not torch.is_grad_enabled():
+                return super().forward(x)
+            return torch.compile(super().forward, backend="eager")(x)
+
+    result = bf16.consistency(CompilesInTraining(4, 4), torch.randn(2, 4), backend=None)
+    assert str(result.paths[0]) == "no_grad: not compared: torch.compile has made code"
+    assert result.is_consistent is None
+
+
+def test_dtype_in_another_thread(bf16: Any) -> None:
+    main = threading.get_ident()
+    found = compared(bf16, lambda: threading.get_ident() != main, in_fp32)
+    one = found["a thread, as of DataParallel"].dtype
+    assert one is not None
+    assert (one.op, one.module, one.found) == ("torch.nn.functional.linear", "middle", "float32")
+    assert {name for name, path in found.items() if path.dtype is not None} == {"a thread, as of DataParallel"}
+
+
+def test_casts_that_the_calling_thread_turned_off(bf16: Any) -> None:
+    with bf16.disable_casts():
+        found = {path.name: path for path in bf16.consistency(nn.Linear(4, 4), torch.randn(2, 4), backend=None).paths}
+    one = found["a thread, as of DataParallel"].dtype
+    assert one is not None
+    assert str(one.reason).startswith("casts are on here and off in training")
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute"])
+def test_model_that_counts_its_calls(bf16: Any, where: str) -> None:
+    class Counts(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            if where == "buffer":
+                self.register_buffer("calls", torch.zeros(()))
+            else:
+                self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x * self.calls)
+
+    model = nn.Sequential(Counts(), Counts())
+    assert bf16.consistency(model, torch.randn(2, 4), backend="eager").is_consistent
+    assert model[0].calls == 0
 
 
 class Writes(nn.Module):
