@@ -236,9 +236,9 @@ class BaseHandle:
         """Compare what a model computes on each path with what it computes in training.
 
         The training pass is a call with gradients on. The other paths are both kinds of checkpoint, `torch.no_grad`,
-        `torch.inference_mode`, ``model.eval()``, `inference`, a thread as of DataParallel, and `torch.compile`. Each path
-        has the same inputs, random states and buffers. Of eager paths the first call with another dtype is named, or else the first with other
-        bits; of ``eval()`` and compiled code, dtypes alone are compared.
+        `torch.inference_mode`, ``model.eval()``, `inference`, a thread as of DataParallel, and `torch.compile`. Each
+        path has the same inputs, random states and buffers. Of eager paths the first call with another dtype is named,
+        or else the first with other bits; of ``eval()`` and compiled code, dtypes alone are compared.
 
         What the calls write to tensors, random generators and attributes of modules is undone, and no gradient is
         touched. Files, globals and numpy arrays that ``forward`` writes to are not restored, and torch.compile keeps
