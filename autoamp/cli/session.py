@@ -18,11 +18,11 @@ import torch
 from autoamp import runtime
 from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
-from autoamp.compat import added_to_real_apex, install_as_apex, real_apex
+from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex
 from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
-from autoamp.levels import LEVELS
+from autoamp.levels import check_level
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.rules import CastTable, package_tables
@@ -46,8 +46,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         ListFileError: A list cannot be used.
     """
     loss_scale = loss_scale_of(options.loss_scale)
-    if options.opt_level not in LEVELS:
-        raise UsageError(f"--opt-level {options.opt_level!r} is unknown; choose {', '.join(LEVELS)}")
+    check_level(options.opt_level)
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype {options.dtype!r} is unknown; choose {', '.join(DTYPES)}")
     dtype = None if options.dtype is None else DTYPES[options.dtype]
@@ -80,6 +79,8 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
             opt_level=options.opt_level, loss_scale=loss_scale, shadow=options.shadow_apex,
             trace_overflow=options.trace_overflow, on_nonfinite=options.on_nonfinite,
         )  # fmt: skip
+    elif real is not None:
+        explain_real_apex()
     if options.fastai1:
         importlib.import_module("autoamp.compat.fastai1").enable()
     # After the import of torch is early enough: it frees little memory.

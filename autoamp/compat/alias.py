@@ -1,9 +1,9 @@
 """The import finders that serve `apex` from this package: the whole of it, or what an installed `apex` lacks.
 
-`_ApexFinder` comes before all other finders and finds `apex`, what lies below it, `amp_C` and `apex_C` in our files.
-`_GraftFinder` comes after all other finders: it finds our modules below `apex` where the installed `apex` has none of
-that name, such as `apex.amp`. `_RealFinder` then comes first: what the others find of `apex` is imported by it, so that
-a failure tells the remedy.
+`_ApexFinder` comes before all other finders and finds `apex`, what lies below it, `amp_C` and `apex_C` in our files. A
+module that we lack, such as `apex.transformer`, it finds in the installed `apex` that it hides. `_GraftFinder` comes
+after all other finders: it finds our modules below `apex` where the installed `apex` has none of that name, such as
+`apex.amp`. `_RealFinder` comes first where the installed `apex` takes imports: it adds the remedy to their errors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from autoamp.levels import check_level
 from autoamp.runtime import Settings
 
 __all__ = [
-    "APEX_VERSION", "Options", "added_to_real_apex", "install_as_apex", "is_installed", "options", "real_apex",
-    "uninstall",
+    "APEX_VERSION", "Options", "added_to_real_apex", "explain_real_apex", "install_as_apex", "is_installed", "options",
+    "real_apex", "uninstall",
 ]  # fmt: skip
 
 # Of the last Apex that had `apex.amp`.
@@ -39,10 +39,8 @@ APEX_VERSION = "0.1"
 
 _HERE = Path(__file__).parent
 _TOP_LEVEL = ("apex", "amp_C", "apex_C")
-_REMEDY = (
-    "autoamp: a module of the installed apex cannot be imported here. Build apex for this torch, or hide it: "
-    "autoamp run --shadow-apex, or install_as_apex(shadow=True)"
-)
+_REMEDY = "autoamp: a module of the installed apex cannot be imported here. Build apex for this torch"
+_HIDE = f"{_REMEDY}, or hide it: autoamp run --shadow-apex, or install_as_apex(shadow=True)"
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class _ApexFinder(_Finder):
     """Finds our modules, and says of a missing one what to use instead."""
 
     def install(self) -> None:
+        spec = _real_spec()
+        self.real = [] if spec is None else list(spec.submodule_search_locations or ())
         # None forbids the import; it was put there by somebody who meant it.
         names = [name for name in _names_of_apex(sys.modules) if sys.modules[name] is not None]
         self.hidden = {name: sys.modules.pop(name) for name in names}
@@ -97,12 +97,16 @@ class _ApexFinder(_Finder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec on our file; see `importlib.abc.MetaPathFinder`.
+        """Return a spec on our file, or on that of the hidden `apex`; see `importlib.abc.MetaPathFinder`.
 
         Raises:
             ModuleNotFoundError: A module that is not provided is imported. One that is only looked for is None.
         """
-        return _spec_of(fullname, path, sys._getframe(1)) if _names_of_apex([fullname]) else None
+        if not _names_of_apex([fullname]):
+            return None
+        below = fullname.split(".")[1:-1]
+        hidden = [os.path.join(folder, *below) for folder in self.real] if "." in fullname else []
+        return _spec_of(fullname, path, sys._getframe(1), hidden)
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -116,15 +120,10 @@ class _GraftFinder(_Finder):
     """Finds our modules below `apex` that the installed `apex` lacks: no finder before this one has found them."""
 
     def install(self) -> None:
-        self.first = _RealFinder()
-        sys.meta_path.insert(0, self.first)
+        explain_real_apex()
         sys.meta_path.append(self)
         if "apex" in sys.modules:
             _import_added()
-
-    def uninstall(self) -> None:
-        sys.meta_path.remove(self.first)
-        super().uninstall()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -151,7 +150,7 @@ class _RealFinder(importlib.abc.MetaPathFinder):
 
 
 class _RealLoader(importlib.abc.Loader):
-    """Imports a module of the installed `apex`; after `apex` itself, our modules that it lacks."""
+    """Imports a module of the installed `apex`; after `apex` itself, our modules that are added to it."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -169,10 +168,11 @@ class _RealLoader(importlib.abc.Loader):
         try:
             self.loader.exec_module(module)
         except Exception as error:
-            if _REMEDY not in getattr(error, "__notes__", ()):
-                error.add_note(_REMEDY)
+            note = _REMEDY if isinstance(_installed(), _ApexFinder) else _HIDE
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
             raise
-        if module.__name__ == "apex":
+        if module.__name__ == "apex" and is_installed():
             # `apex.amp` was there after `import apex`.
             _import_added()
 
@@ -186,8 +186,16 @@ class _OurLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def _spec_of(name: str, path: Sequence[str] | None, caller: types.FrameType) -> importlib.machinery.ModuleSpec | None:
+def _spec_of(
+    name: str, path: Sequence[str] | None, caller: types.FrameType, hidden: Sequence[str] = ()
+) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of one of our modules, or of one in a folder that the program has added to the package's path.
+
+    Args:
+        name: The dotted name of the module.
+        path: Where the finder was asked to look.
+        caller: Who asks the finder.
+        hidden: Where the installed `apex` that is hidden may have it.
 
     Raises:
         ModuleNotFoundError: There is none, and the caller imports it.
@@ -198,7 +206,9 @@ def _spec_of(name: str, path: Sequence[str] | None, caller: types.FrameType) -> 
             where = [str(below)] if file.parent == below else None
             loader = _OurLoader(name, str(file))
             return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=where)
-    found = importlib.machinery.PathFinder.find_spec(name, path)
+    found = importlib.machinery.PathFinder.find_spec(name, [*(path or ()), *hidden])
+    if found is not None and found.loader is not None and hidden:
+        found.loader = _RealLoader(found.loader)
     if found is None and _is_import(caller):
         message = f"No module named {name!r}: autoamp's apex does not provide it: {remedy_for(name)}"
         raise ModuleNotFoundError(message, name=name)
@@ -247,7 +257,8 @@ def install_as_apex(
         lists: What `autoamp.init` takes as ``lists``, on top of the set ``"apex"``.
         opt_level: The level of an ``amp.initialize`` that names none.
         loss_scale: ``"dynamic"`` or a number, for an ``amp.initialize`` that names none. None leaves it to the level.
-        shadow: Whether an installed real `apex` is hidden by the alias.
+        shadow: Whether an installed real `apex` is hidden by the alias. Modules that the alias lacks, such as
+            `apex.transformer`, still come from it.
         trace_overflow: Whether skipped steps are explained; see `autoamp.init`.
         on_nonfinite: As for `autoamp.init`.
 
@@ -286,14 +297,22 @@ def install_as_apex(
         )
 
 
+def explain_real_apex() -> None:
+    """Add a note with the remedy to errors of the installed `apex` when it is imported, until `uninstall`."""
+    if not any(isinstance(finder, _RealFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RealFinder())
+
+
 def uninstall() -> None:
     """Undo `install_as_apex`: its modules leave ``sys.modules``, and those that it hid come back."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _RealFinder)]
     finder = _installed()
     if finder is None:
         return
     for name in _names_of_apex(sys.modules):
         module = sys.modules[name]
-        if not _is_ours(module):
+        # What the alias took from an apex that it hides refers to our modules.
+        if module is None or not (_is_ours(module) or isinstance(finder, _ApexFinder)):
             continue
         del sys.modules[name]
         parent, _, child = name.rpartition(".")

@@ -51,7 +51,9 @@ LEVELS = {
 def check_level(opt_level: Any) -> None:
     """Raise UsageError for what is no level."""
     if opt_level not in tuple(LEVELS):
-        raise UsageError(f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3'")
+        raise UsageError(
+            f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3', which begin with the letter O"
+        )
 
 
 def level_with(opt_level: str, **overrides: Any) -> OptLevel:

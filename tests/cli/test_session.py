@@ -94,6 +94,7 @@ def test_a_real_apex_is_found_and_left(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / "apex" / f"{name}.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     run = set_up(Options(opt_level="O0"))
+    uninstall()
     assert run.real_apex is not None
     assert not is_installed()
     with pytest.raises(UsageError, match="--shadow-apex"):

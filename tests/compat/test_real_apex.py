@@ -131,6 +131,41 @@ def test_shadow_hides_it_after_the_addition_too(importable: Path) -> None:
     assert not hasattr(real, "amp")
 
 
+@pytest.mark.parametrize("name", ["apex.transformer", "apex.contrib.bottleneck"])
+def test_a_hidden_apex_gives_what_the_alias_lacks(importable: Path, name: str) -> None:
+    folder = importable.joinpath(*name.split(".")[1:])
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from apex.fp16_utils import FP16_Optimizer\nfrom . import parts\n")
+    (folder / "parts.py").write_text("is_real = True\n")
+    install_as_apex(device_type="cpu", shadow=True)
+    assert importlib.import_module(f"{name}.parts").is_real
+    assert importlib.import_module(name).FP16_Optimizer.__module__.startswith("autoamp.")
+    assert not hasattr(importlib.import_module("apex.parallel"), "is_real")
+    uninstall()
+    assert [one for one in sys.modules if one.partition(".")[0] == "apex"] == []
+
+
+def test_a_module_of_a_hidden_apex_that_cannot_be_imported_tells_the_remedy(importable: Path) -> None:
+    (importable / "transformer.py").write_text("raise ImportError('undefined symbol')\n", encoding="utf-8")
+    install_as_apex(device_type="cpu", shadow=True)
+    with pytest.raises(ImportError, match="undefined symbol") as caught:
+        importlib.import_module("apex.transformer")
+    (note,) = caught.value.__notes__
+    assert note.endswith("Build apex for this torch")
+
+
+@pytest.mark.parametrize("broken", ["__init__.py", "amp/__init__.py"])
+def test_an_apex_with_amp_that_cannot_be_imported_tells_the_remedy_under_the_command(site: Path, broken: str) -> None:
+    for name in ("amp/__init__.py", broken):
+        (site / "apex" / name).parent.mkdir(exist_ok=True)
+        (site / "apex" / name).write_text("raise ImportError('no torch._six')\n" if name == broken else "")
+    (site / "program.py").write_text("from apex import amp\n", encoding="utf-8")
+    ended = launched(site, {"run": ["run", "--device-type", "cpu", "program.py"]})["run"]
+    assert ended.code == 1
+    assert "ImportError: no torch._six\nautoamp: a module of the installed apex cannot be imported here." in ended.err
+    assert ended.err.count("--shadow-apex, or install_as_apex(shadow=True)") == 1
+
+
 def test_an_apex_that_has_amp_is_not_hidden_unasked(importable: Path) -> None:
     (importable / "amp.py").write_text("", encoding="utf-8")
     assert "amp" not in added_to_real_apex()

@@ -1,0 +1,1 @@
+"""What the product does, page by page of the documentation, by its public API alone."""

@@ -1,0 +1,58 @@
+"""docs/opt_levels.md: the opt levels O0 to O3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+def initialized(level: Any, **settings: Any) -> tuple[nn.Sequential, torch.optim.SGD]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return autoamp.initialize(model, optimizer, opt_level=level, device_type="cpu", dtype=FP16, **settings)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    with autoamp.scale_loss(model(torch.rand(8, 4)).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("level", "weight", "norm"),
+    [("O0", FP32, FP32), ("O1", FP32, FP32), ("O2", FP16, FP32), ("O3", FP16, FP16)],
+)
+def test_a_level_says_in_which_dtype_weights_and_norms_are(level: str, weight: torch.dtype, norm: torch.dtype) -> None:
+    settings = {"keep_batchnorm_fp32": False} if level == "O3" else {}
+    model, _ = initialized(level, **settings)
+    assert (model[0].weight.dtype, model[1].weight.dtype) == (weight, norm)
+
+
+def test_at_O2_the_optimizer_steps_fp32_masters_and_rounds_them_into_the_weights() -> None:
+    model, optimizer = initialized("O2", loss_scale=128.0)
+    step(model, optimizer)
+    master = next(iter(autoamp.master_params(optimizer)))
+    assert master.dtype == FP32
+    assert torch.equal(master.to(FP16), model[0].weight)
+
+
+def test_the_state_dict_of_an_O2_model_is_fp32_and_loads_into_a_plain_model() -> None:
+    model, optimizer = initialized("O2", loss_scale=128.0)
+    step(model, optimizer)
+    state = model.state_dict()
+    assert state["0.weight"].dtype == FP32
+    assert torch.equal(state["0.weight"], next(iter(autoamp.master_params(optimizer))))
+
+
+@pytest.mark.parametrize("wrong", ["02", "o2", 2, "O4"], ids=repr)
+def test_a_level_that_is_none_is_refused_with_the_levels_and_the_letter_O(wrong: Any) -> None:
+    with pytest.raises(autoamp.UsageError, match=r"choose 'O0', 'O1', 'O2' or 'O3', which begin with the letter O"):
+        initialized(wrong)
+    assert autoamp.current_handle() is None
