@@ -38,8 +38,9 @@ implies --trace-overflow
 """
 
 _NONFINITE_HELP = """\
-what to do with a step that no loss scale guards (bf16, fp32) and whose gradients hold inf or nan: tell of the first one
-(the default), end the program with an error before it, or leave it out. The last two wait for a GPU at each step
+only for steps whose loss is not scaled (bf16, fp32, a loss scale of 1), if their gradients hold inf or nan: warn of the
+first one and take all (the default), end the program with an error before it, or skip them. The last two wait for a GPU
+at each step. A step whose loss is scaled is always skipped
 """
 
 _CAPSULE_HELP = """\

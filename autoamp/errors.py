@@ -96,23 +96,29 @@ def warn_user(message: str) -> None:
     """Warn with a `UserWarning` that points at the user's line.
 
     That is the innermost one outside of this package and of the packages that call it: modules and functions of torch
-    do, and wrapt's hooks of imports.
+    do, and wrapt's hooks of imports. A warning of the command itself has no line.
     """
     # Imported here, since lists are read without torch, and this module has their errors.
     import torch
 
     # Compilers cannot trace a look at frames, so compiled code takes a fixed number.
     level = 3 if torch.compiler.is_compiling() else _level_of_user()
-    warnings.warn(message, stacklevel=level)
+    if level is None:
+        warnings.warn_explicit(message, UserWarning, "<autoamp>", 1)
+    else:
+        warnings.warn(message, stacklevel=level)
 
 
-def _level_of_user() -> int:
-    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line."""
+def _level_of_user() -> int | None:
+    """Return the ``stacklevel`` by which a warning of the calling function points at the user's line.
+
+    None where the command warns before the program begins, or after its end: there is no such line.
+    """
     between = (__name__.partition(".")[0], "contextlib", "torch", "wrapt")
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in between:
         level, frame = level + 1, frame.f_back
-    return level
+    return None if frame.f_globals.get("__name__") in ("autoamp_command", "autoamp_startup") else level
 
 
 def kind_of(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from autoamp.diagnostics import report_page
-from autoamp.errors import UsageError
+from autoamp.errors import AutoampError, UsageError
 from autoamp.runtime import current_handle, init
 
 __all__ = ["load_ipython_extension"]
@@ -34,6 +34,16 @@ def load_ipython_extension(shell: Any) -> None:
 
 def _autoamp(line: str) -> Any:
     """Mixed precision in a notebook: %autoamp on [--dtype fp16], %autoamp off, %autoamp status, %autoamp report."""
+    from IPython.core.error import UsageError as MagicError
+
+    try:
+        return _run_line(line)
+    except AutoampError as error:
+        # IPython shows its own class as one line, without a traceback.
+        raise MagicError(str(error)) from None
+
+
+def _run_line(line: str) -> Any:
     # Here, so that `import autoamp` takes no longer.
     import shlex
 

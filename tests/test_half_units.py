@@ -68,6 +68,10 @@ def test_without_units_a_program_runs_in_fp32_unless_it_names_a_dtype_and_is_tol
     for name in ("named", "own named"):
         assert ended[name].err.count("times as long as in fp32") == 1
         assert "enabled=False" in ended[name].err
+    # The command has no line that a reader could change.
+    assert ended["named"].err.startswith("<autoamp>:1: UserWarning: ")
+    assert len(ended["named"].err.splitlines()) == 1
+    assert "named.py:" in ended["own named"].err
 
 
 @pytest.mark.skipif(not REAL_BF16, reason="this CPU has no bf16 units")

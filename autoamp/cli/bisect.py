@@ -15,7 +15,6 @@ _NOT_RESTORED = (
     "the metric differs even with every surveyed module and op in fp32. The cause may be an op that runs after the "
     "surveyed steps (raise --survey-steps), a skipped step, or a model whose weights are in half precision"
 )
-_PATHS = "entries of module paths take effect only if the program calls handle.override(model)"
 
 
 def bisect(chosen: argparse.Namespace) -> int:
@@ -60,8 +59,6 @@ def _summary(search: Bisection, metric: str, runs: int) -> list[str]:
         lines.append(f"stopped early: {search.stopped}" + ("; fewer entries may be enough" if search.culprits else ""))
     elif _is_wrong(search) and not search.culprits:
         lines.append(_NOT_RESTORED)
-    if any(one.of_module for unit in search.culprits for one in unit):
-        lines.append(_PATHS)
     return lines
 
 

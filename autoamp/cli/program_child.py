@@ -1,7 +1,7 @@
 """One run of a program for `autoamp tune` or `bisect`: ``python -m autoamp.cli.program_child SPEC program args...``.
 
 SPEC is JSON: the options of `autoamp run`, the mode (``"survey"``, ``"fp32"`` or ``"lists"``), the seed, the name of
-the metric, the file for the outcome, and the paths and classes of modules that a list under test names.
+the metric, and the file for the outcome.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ import random
 import statistics
 import sys
 import time
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import Module
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp import runtime
@@ -57,8 +53,7 @@ def main(spec_text: str, program_args: list[str]) -> None:
         if spec["mode"] == "survey":
             outcome["survey"] = _surveyed(program_runs, run, spec)
         else:
-            with _paths_applied(frozenset(spec["modules"])):
-                outcome["seconds"] = _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
+            outcome["seconds"] = _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
     finally:
         # Forks of the program end here too.
         if os.getpid() == process:
@@ -80,28 +75,6 @@ def _surveyed(program_runs: Callable[[], None], run: Run, spec: dict[str, Any]) 
         with contextlib.suppress(SurveyEnded, SystemExit):
             program_runs()
     return max(surveyors, key=lambda one: one.seen).survey(spec["timing"])
-
-
-@contextlib.contextmanager
-def _paths_applied(patterns: frozenset[str]) -> Iterator[None]:
-    """Do what ``handle.override(model)`` would, for each outermost module that has one of these paths within."""
-    known: weakref.WeakSet[Module] = weakref.WeakSet()
-
-    def before_call(module: Module, args: object) -> None:
-        # The outermost module is called before the modules within.
-        if module in known:
-            return
-        known.update(module.modules())
-        handle = runtime.current_handle()
-        if handle is not None and not patterns.isdisjoint(name for name, _ in module.named_modules()):
-            with warnings.catch_warnings(action="ignore"):
-                handle.override(module)
-
-    if not patterns:
-        yield
-        return
-    with register_module_forward_pre_hook(before_call):
-        yield
 
 
 def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:

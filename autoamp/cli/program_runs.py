@@ -187,7 +187,7 @@ class ProgramRuns:
         spec = {
             "mode": mode, "seed": seed, "metric": chosen.metric, "outcome": str(files["outcome"]),
             "is_module": chosen.is_module, "options": options.as_dict(), "steps": chosen.survey_steps,
-            "modules": [one.name for one in candidate if one.of_module], **how,
+            **how,
         }  # fmt: skip
         command = [sys.executable, "-m", "autoamp.cli.program_child", json.dumps(spec), chosen.program, *chosen.args]
         with open(files["out"], "wb") as out, open(files["err"], "wb") as err:

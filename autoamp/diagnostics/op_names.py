@@ -88,4 +88,7 @@ def fp32_entry(names: tuple[str, ...], in_place: bool = False) -> str | None:
     if not names:
         return None
     entry = f"add fp32 = {json.dumps(names)} to the list file"
+    if all(name.startswith("__") for name in names):
+        op = next((op for op, operators in _OPERATORS.items() if names[0] in operators), names[0])
+        entry += f"; an entry {op!r} does not cover the operator"
     return f"write it out of place (as y = y * x for y *= x), and {entry}" if in_place else entry

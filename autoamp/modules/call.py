@@ -61,7 +61,7 @@ def build_module_call(
         recorder: Records outermost calls; None for no records.
     """
     local, cache, compiling, in_modules = casts.local, casts.cache, torch.compiler.is_dynamo_compiling, casts.in_modules
-    has_class_rules = precisions.has_class_rules
+    has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         if compiling():
@@ -89,6 +89,10 @@ def build_module_call(
                 tokens += dtypes.switch(casts)
                 if not compiling() and dtypes.buffers is not None:
                     look = dtypes.buffers.begin(self)
+            # `initialize` looks up the paths of models that it casts.
+            outermost = has_rules and not compiling() and local.entries is None and dtypes is None
+            if outermost and (in_modules or local.now().on):
+                precisions.begin_model(self)
             precision = None if local.now().forced_off else precisions.of(self)
             if precision is not None:
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.

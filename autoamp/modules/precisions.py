@@ -10,7 +10,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
 from autoamp.modules.tags import ModuleTags
@@ -72,6 +73,7 @@ class ModulePrecisions:
     Attributes:
         any: Whether any module may have a precision of its own. Compiled code guards on it, as it does not on a dict.
         has_class_rules: Whether a list names classes: then each module's class is looked up at its calls.
+        has_rules: Whether a list names paths or classes: then paths are looked up at the first call of a model.
     """
 
     def __init__(self, rules: Iterable[ModuleRule]) -> None:
@@ -82,10 +84,13 @@ class ModulePrecisions:
         # Set after the first step: a script may define a class until then.
         self._checked = False
         self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
+        # Modules within which paths were looked up.
+        self._searched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._overrides: set[Override] = set()
         self._matched: set[ModuleRule] = set()
         self.any = self.has_class_rules = bool(self._class_rules)
+        self.has_rules = bool(self._rules)
 
     def of(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
@@ -105,6 +110,22 @@ class ModulePrecisions:
     def override_paths(self, model: Module) -> Override:
         """Give the submodules of ``model`` what the list's path patterns say, the later pattern over the earlier."""
         return self._override(self._by_path(model))
+
+    def begin_model(self, model: Module) -> None:
+        """Give the submodules of an outermost module what the path patterns say, at its first call.
+
+        Modules with a precision of their own keep it. Paths begin within wrappers for data parallelism and compilation.
+        """
+        if model in self._searched:
+            return
+        self._searched.update(model.modules())
+        inner: Any = model
+        while inner is not None:
+            model, wrapped = inner, isinstance(inner, (DataParallel, DistributedDataParallel))
+            inner = model.module if wrapped else getattr(model, "_orig_mod", None)
+        found = self._by_path(model, warns=False)
+        if given := {module: found[module] for module in found if self._tags.find(module) is None}:
+            self._override(given)
 
     def fp32_parts(self, model: Module) -> tuple[set[Module], dict[Module, bool]]:
         """Return what the list says of the modules of a model that is cast to half.
@@ -128,15 +149,15 @@ class ModulePrecisions:
                 waiting += [(child, is_fp32) for child in reversed(list(module.children()))]
         return {module for module, is_fp32 in parts.items() if is_fp32}, borders
 
-    def _by_path(self, model: Module) -> dict[Module, ModulePrecision | None]:
-        """Return what the path patterns say of submodules. Warns of a pattern that matches none."""
+    def _by_path(self, model: Module, *, warns: bool = True) -> dict[Module, ModulePrecision | None]:
+        """Return what the path patterns say of submodules. ``warns``: of a pattern that matches none."""
         names = dict(model.named_modules())
         chosen: dict[str, ModulePrecision | None] = {}
         for rule in self._rules:
             matched = fnmatch.filter(names, rule.pattern)
             chosen.update(dict.fromkeys(matched, _listed(rule)))
             self._matched.update([rule] if matched else [])
-            if not matched and not self._names_a_class(rule, names.values()):
+            if warns and not matched and not self._names_a_class(rule, names.values()):
                 near = difflib.get_close_matches(rule.pattern, names, n=3)
                 warn_user(
                     f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
@@ -165,7 +186,7 @@ class ModulePrecisions:
         if _class_at(rule.pattern) is not None:
             return "names a class of which no module was called"
         is_path = rule not in self._class_rules or not rule.pattern.rpartition(".")[2][:1].isupper()
-        why = "is a path, which only handle.override(model) looks up" if is_path else "names no class"
+        why = "is the path of no module that was called" if is_path else "names no class"
         return why + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
 
     def source_of(self, module: Module, path: str) -> str:

@@ -211,8 +211,7 @@ class BaseHandle:
                 handle returns ``{}`` and writes no file.
 
         Raises:
-            UsageError: Nothing was recorded, the page needs ``pip install 'autoamp[report]'``, or the file cannot be
-                written.
+            UsageError: Nothing was recorded, Jinja2 is not installed for a page, or the file cannot be written.
         """
         if not self.settings.enabled:
             return {}

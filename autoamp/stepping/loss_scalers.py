@@ -149,6 +149,12 @@ class LossScalers:
         """
         if not isinstance(state, Mapping):
             raise CheckpointError(f"the state is {kind_of(state)}; pass what state_dict() returned; nothing was loaded")
+        if "_growth_tracker" in state:
+            raise CheckpointError(
+                "expected the result of state_dict(), got the state of a torch.amp.GradScaler; nothing was loaded. "
+                "docs/howto/grad_scaler.md shows how to load it: pass {'loss_scaler0': {'loss_scale': state['scale'], "
+                "'unskipped': state['_growth_tracker']}}"
+            )
         scalers = self._meant_by(state)
         names = [f"loss_scaler{i}" for i in range(len(scalers))]
         missing = [name for name in names if name not in state]

@@ -76,7 +76,7 @@ LISTS = {
     "local.toml": listed("__main__.local.<locals>.Local"),
     "early.toml": listed("early.RMS"),
     "wrong.toml": "schema = 1\nfp32 = ['nett.losses.focal']\n[modules]\n"
-    + "\n".join(f'"{key}" = "fp32"' for key in ("net.RNS", "RMS", "1", "*.attention", "net.Net", "net.RMS")),
+    + "\n".join(f'"{key}" = "fp32"' for key in ("net.RNS", "RMS", "9", "1", "*.attention", "net.Net", "net.RMS")),
     "typo.toml": listed("__main__.RNS", "net.RNS", "__main__.RMS"),
 }
 RUN = ["run", "--dtype", "bf16", "--device-type", "cpu"]
@@ -123,9 +123,9 @@ def test_what_matched_nothing_is_told_with_the_nearest_name(ended: dict[str, End
     assert ended["wrong"].code == 0
     said = short(ended["wrong"])
     assert "'net.RNS' (wrong.toml:4) names no class; did you mean 'net.RMS'?" in said
-    assert "'RMS' (wrong.toml:5) is a path, which only handle.override(model) looks up; did you mean 'net.RMS'?" in said
-    assert "'1' (wrong.toml:6) is a path, which only handle.override(model) looks up" in said
-    assert "'*.attention' (wrong.toml:7) is a path" in said
+    assert "'RMS' (wrong.toml:5) is the path of no module that was called; did you mean 'net.RMS'?" in said
+    assert "'9' (wrong.toml:6) is the path of no module that was called" in said
+    assert "'*.attention' (wrong.toml:8) is the path" in said
     assert "'nett.losses.focal' (wrong.toml:2) names nothing that was imported" in said
     assert "net.Net" not in said
     assert "'net.RMS' (" not in said
@@ -134,7 +134,7 @@ def test_what_matched_nothing_is_told_with_the_nearest_name(ended: dict[str, End
 def test_the_report_has_what_matched_nothing(folder: Path, ended: dict[str, Ended]) -> None:
     document = json.loads((folder / "wrong.json").read_text())
     run = document["runs"][0] if "runs" in document else document
-    assert set(run["unmatched"]) == {"net.RNS", "RMS", "1", "*.attention", "nett.losses.focal"}
+    assert set(run["unmatched"]) == {"net.RNS", "RMS", "9", "*.attention", "nett.losses.focal"}
 
 
 def test_what_a_child_matched_is_not_told(ended: dict[str, Ended]) -> None:

@@ -57,5 +57,6 @@ def test_all_names() -> None:
 
 def test_the_entry() -> None:
     assert fp32_entry(()) is None
+    assert str(fp32_entry(("__radd__",))).endswith("; an entry 'add' does not cover the operator")
     assert fp32_entry(("mul", "__mul__")) == 'add fp32 = ["mul", "__mul__"] to the list file'
     assert str(fp32_entry(("mul",), in_place=True)).startswith("write it out of place")

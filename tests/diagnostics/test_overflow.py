@@ -297,7 +297,7 @@ def test_all_fields_of_a_finding() -> None:
         found = found_in(train(Net(squared), **lists))
         assert isinstance(found.verdict, HalfPrecisionOp)
         assert found.value == "inf"
-        assert found.suggestion == 'add fp32 = ["__mul__", "__rmul__"] to the list file'
+        assert str(found.suggestion).startswith('add fp32 = ["__mul__", "__rmul__"] to the list file; an entry \'mul\'')
         assert found.fp32_names == ("__mul__", "__rmul__")
         assert max(found.verdict.magnitudes) > 256
         assert (found.iteration, found.loss_scale, found.kind) == (0, 256.0, "half_precision_op")

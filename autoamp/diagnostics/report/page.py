@@ -31,7 +31,7 @@ def check_report_tools() -> None:
     """
     if importlib.util.find_spec("jinja2") is None:
         raise UsageError(
-            "a report of HTML needs jinja2; pip install 'autoamp[report]', or give a file that ends in .json"
+            "a report of HTML needs jinja2, which torch requires; pip install jinja2, or give a file that ends in .json"
         )
 
 
