@@ -46,7 +46,7 @@ from autoamp.runtime import (
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.tuning import report_metric
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoampError",

@@ -116,9 +116,11 @@ def _level_of_user() -> int | None:
     """
     between = (__name__.partition(".")[0], "contextlib", "torch", "wrapt")
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in between:
+    while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).partition(".")[0] in between:
+        if name == "autoamp.cli.command":
+            return None
         level, frame = level + 1, frame.f_back
-    return None if frame.f_globals.get("__name__") in ("autoamp_command", "autoamp_startup") else level
+    return level
 
 
 def kind_of(value: object) -> str:

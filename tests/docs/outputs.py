@@ -1,7 +1,7 @@
 """What commands of the pages print, beside what the pages show.
 
-``python -m tests.docs.outputs docs/tutorial.md`` runs the commands of a page, and writes the numbers that they print into
-what the page shows.
+``python -m tests.docs.outputs docs/tutorial.md`` runs the commands of a page, and writes the numbers that they print
+into what the page shows.
 """
 
 from __future__ import annotations

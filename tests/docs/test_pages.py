@@ -161,5 +161,11 @@ def test_quoted_messages_are_those_of_the_code() -> None:
         assert any(message in text for text in known), f"no message of the code has: {message}"
 
 
+def test_the_newest_section_of_the_changelog_has_the_version_of_the_package() -> None:
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] in ("Unreleased", importlib.import_module("autoamp").__version__)
+
+
 def test_that_check_tells_messages_apart() -> None:
     assert not any("this handle is not activ!" in text for text in messages())
