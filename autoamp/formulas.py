@@ -62,7 +62,7 @@ class Rule:
             taken, halves = (some, {}) if masters is None else ((masters(some[0]), *some[1:]), {"halves": some[0]})
             if kernel is None or not kernels.attempt(kernel, *taken, **halves, **numbers):
                 for whole, part in zip(left, some, strict=True):
-                    whole += part
+                    whole.extend(part)
         return tuple(left)
 
 

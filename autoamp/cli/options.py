@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from autoamp.errors import UsageError
+from autoamp.levels import LevelName
+from autoamp.runtime import OnNonfinite
 from autoamp.scaling import StaticLossScaler
 
 __all__ = ["DTYPES", "Options", "loss_scale_of"]
@@ -39,7 +41,7 @@ class Options:
     dtype: str | None = None
     device_type: str | None = None
     lists: list[str] = field(default_factory=list)
-    opt_level: str = "O1"
+    opt_level: LevelName = "O1"
     loss_scale: str | None = None
     apex: bool = True
     shadow_apex: bool = False
@@ -47,7 +49,7 @@ class Options:
     trace_overflow: bool = False
     capsule: str | None = None
     keep_memory: bool = True
-    on_nonfinite: str = "warn"
+    on_nonfinite: OnNonfinite = "warn"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:

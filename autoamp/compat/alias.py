@@ -26,8 +26,8 @@ import torch
 
 from autoamp.compat.missing import missing_names, remedy_for
 from autoamp.errors import UsageError
-from autoamp.levels import check_level
-from autoamp.runtime import Settings
+from autoamp.levels import LevelName, check_level
+from autoamp.runtime import OnNonfinite, Settings
 
 __all__ = [
     "APEX_VERSION", "Options", "added_to_real_apex", "explain_real_apex", "install_as_apex", "is_installed", "options",
@@ -60,10 +60,10 @@ class Options:
     dtype: torch.dtype = torch.float16
     device_type: str | None = None
     lists: tuple[Any, ...] = ("apex",)
-    opt_level: str = "O1"
+    opt_level: LevelName = "O1"
     loss_scale: str | float | None = None
     trace_overflow: bool = False
-    on_nonfinite: str = "warn"
+    on_nonfinite: OnNonfinite = "warn"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -240,11 +240,11 @@ def install_as_apex(
     dtype: torch.dtype | None = None,
     device_type: str | None = None,
     lists: Any = None,
-    opt_level: str = "O1",
+    opt_level: LevelName = "O1",
     loss_scale: str | float | None = None,
     shadow: bool = False,
     trace_overflow: bool = False,
-    on_nonfinite: str = "warn",
+    on_nonfinite: OnNonfinite = "warn",
 ) -> None:
     """Let ``import apex`` find autoamp, so that programs written for Apex run unmodified.
 

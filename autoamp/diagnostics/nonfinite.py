@@ -86,7 +86,8 @@ class NonFiniteSteps:
 
     def start(self) -> None:
         """Look at each step from now on."""
-        self._optimizers.look = lambda *step: self._optimizers.casts.local.bound(self._look, False)(*step)
+        # The handle may have other casts by the time of a step.
+        self._optimizers.look = lambda *step: self._optimizers.casts.local.bound(self._look, False)(*step)  # noqa: PLW0108
 
     def stop(self) -> None:
         """Look at no more steps, and wait for the flags that were not read."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from autoamp.levels.api import initialize, load_state_dict, master_params, scale_loss, state_dict
-from autoamp.levels.opt_levels import LEVELS, check_level
+from autoamp.levels.opt_levels import LEVELS, LevelName, check_level
 
-__all__ = ["LEVELS", "check_level", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
+__all__ = [
+    "LEVELS", "LevelName", "check_level", "initialize", "load_state_dict", "master_params", "scale_loss", "state_dict",
+]  # fmt: skip

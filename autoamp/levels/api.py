@@ -16,11 +16,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32
-from autoamp.levels.opt_levels import LEVELS, OptLevel, level_with
+from autoamp.levels.opt_levels import LEVELS, LevelName, OptLevel, level_with
 from autoamp.levels.setup import Setup, end, set_up
 from autoamp.ops import expand
 from autoamp.rules import CastTable
-from autoamp.runtime import Settings, check_device, current_runtime, needed_handle
+from autoamp.runtime import OnNonfinite, Settings, check_device, current_runtime, needed_handle
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
 from autoamp.stepping import check_half_norms, listed, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
@@ -56,7 +56,7 @@ def initialize(
     models: Any,
     optimizers: Any = None,
     enabled: bool | None = True,
-    opt_level: Literal["O0", "O1", "O2", "O3"] = "O1",
+    opt_level: LevelName = "O1",
     cast_model_type: torch.dtype | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | None = None,
@@ -73,7 +73,7 @@ def initialize(
     device_type: str | None = None,
     lists: Any = None,
     trace_overflow: bool = False,
-    on_nonfinite: str = "warn",
+    on_nonfinite: OnNonfinite = "warn",
     process_group: Any = None,
 ) -> Any:
     """Set models and optimizers up for mixed precision at an opt level.

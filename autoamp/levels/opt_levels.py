@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["LEVELS", "OptLevel", "check_level", "level_with"]
+__all__ = ["LEVELS", "LevelName", "OptLevel", "check_level", "level_with"]
+
+LevelName = Literal["O0", "O1", "O2", "O3"]
 
 
 @dataclass(frozen=True)

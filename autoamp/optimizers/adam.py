@@ -123,7 +123,8 @@ class FusedAdam(FusedOptimizer):
 
     def _step(self) -> None:
         if not self.capturable:
-            return super()._step()
+            super()._step()
+            return
         for group in self.param_groups:
             self._step_on_device(group)
 

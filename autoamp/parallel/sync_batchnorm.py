@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             plain: Tensor = _BatchNorm.forward(self, input)
             return plain
         if input.is_cuda:
-            return torch.nn.SyncBatchNorm.forward(cast(torch.nn.SyncBatchNorm, self), input)
+            return torch.nn.SyncBatchNorm.forward(cast("torch.nn.SyncBatchNorm", self), input)
         return self._by_collectives(input)
 
     def _by_collectives(self, input: Tensor) -> Tensor:

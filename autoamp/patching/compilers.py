@@ -43,7 +43,8 @@ class CompilerTables:
 
         Args:
             patches: Take what is replaced for that.
-            casts_off, casts_as_traced: As `patch_dynamo` takes them.
+            casts_off: As `patch_dynamo` takes it.
+            casts_as_traced: As `patch_dynamo` takes it.
         """
 
         def load_originals(trace_rules: Any) -> None:

@@ -18,12 +18,13 @@ from autoamp.runtime.api import (
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.runtime import Runtime
-from autoamp.runtime.settings import Settings, check_device, device_type_of
+from autoamp.runtime.settings import OnNonfinite, Settings, check_device, device_type_of
 
 __all__ = [
     "BaseHandle",
     "Handle",
     "NoOpHandle",
+    "OnNonfinite",
     "Region",
     "Runtime",
     "Settings",

@@ -18,7 +18,7 @@ from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
 from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
-from autoamp.runtime.settings import Scope, Settings, check_device
+from autoamp.runtime.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
 
@@ -52,7 +52,7 @@ def init(
     scope: Scope = "global",
     trace_overflow: bool = False,
     capsule: str | Path | None = None,
-    on_nonfinite: str = "warn",
+    on_nonfinite: OnNonfinite = "warn",
 ) -> BaseHandle:
     """Patch torch by the cast lists and return the handle that scales losses.
 

@@ -16,9 +16,10 @@ from autoamp.rules import CastTable, load_table
 from autoamp.scaling import make_scaler
 from autoamp.tensors import HALF_DTYPES, default_device_type
 
-__all__ = ["Scope", "Settings", "check_device", "device_type_of"]
+__all__ = ["OnNonfinite", "Scope", "Settings", "check_device", "device_type_of"]
 
 
+OnNonfinite = Literal["warn", "raise", "skip"]
 Scope = Literal["global", "modules"]
 """Where `init` casts."""
 
@@ -38,7 +39,7 @@ class Settings:
     scope: str = "global"
     trace_overflow: bool = False
     capsule: str | Path | None = None
-    on_nonfinite: str = "warn"
+    on_nonfinite: OnNonfinite = "warn"
     opt_level: str | None = None
     enabled: bool = True
 

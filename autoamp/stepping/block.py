@@ -173,13 +173,14 @@ def _leave(
     if checks and any(present):
         found = _check(guards, added_to, scaler, scale)
     for guard, has_gradients, check in zip(guards, present, found, strict=True):
-        if not has_gradients:
+        if has_gradients:
+            guard.leave_block(1.0, check)
+        else:
             is_shared = guard.checks.group is not None
-            # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
-            check = OverflowCheck(scaler, scale, ()) if checks and is_shared else None
             if warns and not is_shared:
                 warn_without_gradients(guard.name, guard.grads.params())
-        guard.leave_block(1.0, check)
+            # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
+            guard.leave_block(1.0, OverflowCheck(scaler, scale, ()) if checks and is_shared else None)
         if checks:
             guard.checks.block_ended(scaler, scale)
 

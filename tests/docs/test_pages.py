@@ -167,5 +167,11 @@ def test_the_newest_section_of_the_changelog_has_the_version_of_the_package() ->
     assert newest[1] in ("Unreleased", importlib.import_module("autoamp").__version__)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/decisions/")])
+def test_a_decision_is_short_and_says_what_was_rejected(page: str) -> None:
+    assert len(text_of(page).split()) <= 200
+    assert "ejected" in text_of(page)
+
+
 def test_that_check_tells_messages_apart() -> None:
     assert not any("this handle is not activ!" in text for text in messages())

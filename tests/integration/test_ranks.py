@@ -139,7 +139,7 @@ def accumulate(rank: int, name: str, scale: float, count: int, no_sync: bool = F
     for part in parts:
         for grad in part if no_sync else ():
             dist.all_reduce(grad)
-            grad /= WORLD
+            grad.div_(WORLD)
     exact = [torch.stack(grads).sum(0) for grads in zip(*parts, strict=True)]
     largest = max(float(grad.abs().max()) for grad in exact)
     handle.deactivate()

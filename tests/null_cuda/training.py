@@ -241,8 +241,7 @@ def measured(make: Callable[[], Batch], half: torch.dtype, way: Way) -> Found:
         cost = spent(step)
         gradients = step.gradients()
         saved = _saved(step)
-        found = Found(step.output, gradients, saved, dataclasses.replace(cost, peak=cost.peak - before))
-    return found
+        return Found(step.output, gradients, saved, dataclasses.replace(cost, peak=cost.peak - before))
 
 
 def _settled() -> int:

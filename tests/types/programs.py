@@ -35,6 +35,7 @@ def handles(model: nn.Linear, optimizer: SGD) -> None:
     autoamp.init(loss_scale=autoamp.DynamicLossScaler())
 
     autoamp.init(loss_scale="dynamc")  # type: ignore[arg-type]
+    autoamp.init(on_nonfinite="ignore")  # type: ignore[arg-type]
     autoamp.init(scope="module")  # type: ignore[arg-type]
     autoamp.init(dtype="float16")  # type: ignore[arg-type]
     handle.override(model, "fp8")  # type: ignore[arg-type]

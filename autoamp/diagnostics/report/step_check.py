@@ -83,8 +83,7 @@ class StepCheck:
             raise CannotReplay("no call of a module was recorded outside of torch.autocast")
         with overflows.apart():
             faults = (self._fault_of_call(step, record) for record in records if not record.too_large)
-            fault = next(filter(None, faults), None)
-        return fault
+            return next(filter(None, faults), None)
 
     def _fault_of_call(self, step: int, record: Record) -> Fault | None:
         """Return the first op of a call that overflows in half precision, if that changes gradients."""
