@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from autoamp.casting.casts import Casts
+from autoamp.casting import Casts
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, in_thread, make, nested, snapshot
 

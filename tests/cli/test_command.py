@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.ops.targets import known_ops
+from autoamp.ops import known_ops
 from autoamp_command import main
 from tests.launches import Ended, environment, launched, written
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import autoamp
 from autoamp.errors import CheckpointError, UsageError
-from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.optimizers import FusedAdam
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["mse_loss"]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.fp16_utils.loss_scalers import DynamicLossScaler, LossScaler
+from autoamp.fp16_utils import DynamicLossScaler, LossScaler
 
 
 def test_a_static_scaler() -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.fp16_utils.models import (
+from autoamp.fp16_utils import (
     BN_convert_float,
     FP16Model,
     clip_grad_norm,

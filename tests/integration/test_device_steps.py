@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import NonFiniteGradientsError
-from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import runtime_of
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags
 from tests.waits import counted_reads

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import autoamp
-from autoamp.levels.opt_levels import LEVELS
+from autoamp.levels import LEVELS
 from autoamp.runtime import runtime_of
 
 LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy", "softmax"]}

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
+from autoamp.scaling import DynamicLossScaler, StaticLossScaler
 from tests.levels.shared import ALL_LEVELS, batch, initialize, network, scalers, sgd, train
 
 

@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.modules.scope import ModuleCasts
-from autoamp.runtime import runtime_of
-from autoamp.runtime.handle import Handle
+from autoamp.modules import ModuleCasts
+from autoamp.runtime import Handle, runtime_of
 from tests.modules.watches import Calls
 
 

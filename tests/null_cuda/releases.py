@@ -26,8 +26,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 import autoamp
-from autoamp.rules.loader import shipped_table
-from autoamp.rules.table import CastPolicy
+from autoamp.rules import CastPolicy, shipped_table
 from autoamp.runtime import api
 from tests.null_cuda.ops import spelled
 from tests.null_cuda.training import HALVES

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.casting.casts import Casts
+from autoamp.casting import Casts
 from autoamp.ops.attention import build_attention
 
 

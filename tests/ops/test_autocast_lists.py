@@ -13,8 +13,7 @@ import torch.nn.functional as F
 
 import autoamp
 from autoamp.ops.autocast_lists import autocast_differences, autocast_policies
-from autoamp.rules.loader import load_table, shipped_table
-from autoamp.rules.table import CastPolicy, CastTable
+from autoamp.rules import CastPolicy, CastTable, load_table, shipped_table
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SETS = {"fp16": "default", "bf16": "bf16"}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting.casts import Casts
+from autoamp.casting import Casts
 from autoamp.ops.composites import COMPOSITES, build_composite
 
 HALVES = torch.float16, torch.bfloat16

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 import autoamp
-from autoamp.casting.casts import Casts
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, flat_layout
+from autoamp.casting import RECURRENT_LAYERS, Casts, flat_layout
 from autoamp.ops.recurrent import build_recurrent
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, lay_out
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoamp.ops import known_ops
 from autoamp.ops.drift import check_lists, public_names
-from autoamp.ops.targets import known_ops
-from autoamp.rules.loader import shipped_table
-from autoamp.rules.table import CastPolicy, CastTable
+from autoamp.rules import CastPolicy, CastTable, shipped_table
 
 
 def test_every_public_callable_of_this_torch_is_classified() -> None:

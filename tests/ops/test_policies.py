@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting.casts import Casts
-from autoamp.ops.policies import build_replacement
-from autoamp.rules.table import CastPolicy
+from autoamp.casting import Casts
+from autoamp.ops import build_replacement
+from autoamp.rules import CastPolicy
 from autoamp.runtime import runtime_of
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 
 import autoamp
 from autoamp.errors import ListFileError
-from autoamp.ops.targets import Target, expand, known_ops, locate, owns_its_names, target_at
-from autoamp.rules.loader import load_table
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, Origin
+from autoamp.ops import Target, expand, known_ops, locate, owns_its_names, target_at
+from autoamp.rules import CastPolicy, CastRule, CastTable, Origin, load_table
 from tests.patching._shared import package
 
 

@@ -7,7 +7,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from autoamp.patching.marks import imitate
+from autoamp.patching import imitate
 
 NOTHING: tuple[str, ...] = ()
 

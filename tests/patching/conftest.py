@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoamp.patching.patches import PatchSet
+from autoamp.patching import PatchSet
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoamp.errors import PatchError
-from autoamp.patching.imports import nearest, resolve, spelled_out
-from autoamp.patching.marks import original_of
-from autoamp.patching.patches import PatchSet
+from autoamp.patching import PatchSet, nearest, original_of, resolve, spelled_out
 from tests.patching._shared import Base, package, replacement_of
 
 # -- waiting for an import --

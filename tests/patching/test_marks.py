@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from autoamp.patching import PatchSet
 from autoamp.patching.marks import below_restored, imitate, mark, name_by, original_of
-from autoamp.patching.patches import PatchSet
 from tests.patching._shared import module_with, replacement_of
 
 

@@ -13,8 +13,7 @@ import pytest
 import wrapt
 
 from autoamp.errors import PatchError
-from autoamp.patching.marks import original_of
-from autoamp.patching.patches import PatchSet, check_writable
+from autoamp.patching import PatchSet, check_writable, original_of
 from tests.patching._shared import NOTHING, Base, Derived, module_with, replacement_of
 
 # -- one patch --

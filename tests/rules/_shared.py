@@ -12,8 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from autoamp.errors import ListFileError
-from autoamp.rules.loader import load_table, located
-from autoamp.rules.table import CastTable
+from autoamp.rules import CastTable, load_table, located
 
 POLICY_KEYS = ("fp16", "fp32", "promote", "none")
 

@@ -14,8 +14,17 @@ import pytest
 
 import autoamp
 from autoamp.errors import ListFileError
-from autoamp.rules.loader import check_bare_names, load_table, located
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin
+from autoamp.rules import (
+    CastPolicy,
+    CastRule,
+    CastTable,
+    ModulePrecision,
+    ModuleRule,
+    Origin,
+    check_bare_names,
+    load_table,
+    located,
+)
 from tests.rules._shared import check_refused, load, policies, write
 
 # -- where sets are found --

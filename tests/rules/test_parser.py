@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoamp.errors import ListFileError
-from autoamp.rules.table import CastPolicy, CastRule, ModulePrecision, ModuleRule, Origin
+from autoamp.rules import CastPolicy, CastRule, ModulePrecision, ModuleRule, Origin
 from tests.rules._shared import POLICY_KEYS, check_refused, list_sets, load, policies, write
 
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import autoamp
-from autoamp.rules.loader import shipped_sets, shipped_table
-from autoamp.rules.table import CastPolicy, admits_version
+from autoamp.rules import CastPolicy, admits_version, shipped_sets, shipped_table
 from tests.rules._shared import load, policies, shipped_data, shipped_file
 
 SPACES = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._VF)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.patching.marks import original_of
-from autoamp.runtime.handle import Handle
+from autoamp.patching import original_of
+from autoamp.runtime import Handle
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoamp
-from autoamp.runtime.handle import Handle
+from autoamp.runtime import Handle
 from tests.runtime.shared import BF16, FULL, HALF, LISTS, in_thread, init, ones, patched, region, runs_in
 
 # -- init --

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.handle import Handle
+from autoamp.runtime import Handle, activated, suspended
 
 
 def test_handles_are_told_of_as_they_come_and_go() -> None:

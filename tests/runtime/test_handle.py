@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.runtime.handle import Handle
-from autoamp.scaling.loss_scale import LossScaler
+from autoamp.runtime import Handle
+from autoamp.scaling import LossScaler
 from tests.runtime.shared import Training, init, steps
 
 # -- from init() to deactivate() --

@@ -8,7 +8,7 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import ListFileError, UsageError
-from autoamp.runtime.handle import Handle, NoOpHandle
+from autoamp.runtime import Handle, NoOpHandle
 from tests.runtime.shared import FULL, HALF, in_thread, init, ones, patched, region, runs_in
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoamp.runtime.handle import Handle
+from autoamp.runtime import Handle
 from tests.runtime.shared import Training, init, steps
 
 # `torch.optim.optimizer` is not to be had as an attribute.

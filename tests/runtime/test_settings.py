@@ -10,8 +10,8 @@ import torch
 
 import autoamp
 from autoamp.errors import AutoampError, UsageError
-from autoamp.runtime.handle import Handle
-from autoamp.scaling.loss_scale import DynamicLossScaler
+from autoamp.runtime import Handle
+from autoamp.scaling import DynamicLossScaler
 from tests.runtime.shared import HALF, Training, init, runs_in, steps
 
 

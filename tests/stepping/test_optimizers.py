@@ -15,11 +15,10 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoamp
-from autoamp.casting.casts import Casts
+from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
-from autoamp.scaling import RequestedGroup
-from autoamp.scaling.loss_scale import DynamicLossScaler, StaticLossScaler
+from autoamp.scaling import DynamicLossScaler, RequestedGroup, StaticLossScaler
 from autoamp.stepping import Skips
 from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, clip_grad_norm_, wrap_optimizer
 

@@ -17,9 +17,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import autoamp
-from autoamp.ops.targets import expand
-from autoamp.rules.loader import shipped_table
-from autoamp.rules.table import CastPolicy
+from autoamp.ops import expand
+from autoamp.rules import CastPolicy, shipped_table
 
 FP32, FP64 = torch.float32, torch.float64
 FLOATS = frozenset({torch.float16, torch.bfloat16, FP32})

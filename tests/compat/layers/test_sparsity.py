@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoamp.compat.layers.sparsity import ASP, create_mask
 from autoamp.errors import UsageError
-from autoamp.fp16_utils.fp16_optimizer import FP16_Optimizer
+from autoamp.fp16_utils import FP16_Optimizer
 
 
 @pytest.fixture(autouse=True)
