@@ -88,10 +88,11 @@ class NonFiniteSteps:
         """Look at each step from now on."""
         # The handle may have other casts by the time of a step.
         self._optimizers.look = lambda *step: self._optimizers.casts.local.bound(self._look, False)(*step)  # noqa: PLW0108
+        self._optimizers.undoes_steps = self._action != "warn"
 
     def stop(self) -> None:
         """Look at no more steps, and wait for the flags that were not read."""
-        self._optimizers.look = lambda *_: False
+        self._optimizers.look, self._optimizers.undoes_steps = lambda *_: False, False
         self._unread.catch_up()
         self.own_scaler.catch_up()
 
@@ -109,10 +110,10 @@ class NonFiniteSteps:
 
     # -- a step --
 
-    def _look(self, optimizer: Any, guard: StepGuard | None, can_skip: bool) -> bool:
+    def _look(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at the gradients or losses that an optimizer is about to step by; tell whether to skip the step.
 
-        NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``, or the step cannot be skipped.
+        NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``.
         """
         self.last_skipped = False
         self.own_scaler.optimizer_called(optimizer)
@@ -125,7 +126,7 @@ class NonFiniteSteps:
         if self.own_scaler.stepping and not flagged:
             # The program's own scaler has found the gradients to be finite.
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses]
-            if self._check(optimizer, guard, (), losses, waits=acts, can_skip=can_skip):
+            if self._check(optimizer, guard, (), losses, waits=acts):
                 return True
         if self.own_scaler.stepping or flagged or (guard is not None and guard.checks.resolved):
             return False
@@ -138,11 +139,11 @@ class NonFiniteSteps:
             )
         looked_at = params if waits or not losses else itertools.islice(filter(_is_vector_on_cpu, params), _VECTORS)
         grads = [param.grad for param in looked_at if param.grad is not None]
-        return self._check(optimizer, guard, grads, losses, waits=waits, can_skip=can_skip)
+        return self._check(optimizer, guard, grads, losses, waits=waits)
 
     def _check(
         self, optimizer: Any, guard: StepGuard | None, grads: Sequence[Tensor], losses: Sequence[Tensor], *,
-        waits: bool, can_skip: bool,
+        waits: bool,
     ) -> bool:  # fmt: skip
         """Take note of a step if its gradients or losses hold inf or nan.
 
@@ -152,7 +153,6 @@ class NonFiniteSteps:
             grads: The gradients to look at.
             losses: The losses to look at.
             waits: Whether to wait for the device.
-            can_skip: As for `_look`.
 
         Returns:
             Whether to skip the step.
@@ -171,24 +171,20 @@ class NonFiniteSteps:
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
             return False
-        skipped = self._action == "skip" and can_skip
+        skipped = self._action == "skip"
         found = NonFiniteStep(number, type(optimizer).__name__, tuple(names), skipped)
-        self._take_note(found, optimizer, can_skip)
+        self._take_note(found, optimizer)
         return skipped
 
-    def _take_note(self, found: NonFiniteStep, optimizer: Any, can_skip: bool) -> None:
+    def _take_note(self, found: NonFiniteStep, optimizer: Any) -> None:
         self._in_a_row += 1
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or found.skipped:
             found = replace(found, overflow=self._overflows.step_not_finite())
-        raises = self._action == "raise" or (self._action == "skip" and not can_skip)
+        raises = self._action == "raise"
         self._note(found, warns=not raises)
         if raises:
-            moved = "" if can_skip else (
-                ". It came when the optimizer called its closure in the middle of a step, which cannot be skipped. The "
-                "parameters are at an intermediate point: load the last checkpoint"
-            )  # fmt: skip
-            raise NonFiniteGradientsError(f"{found}{moved}; {self._remedy(found)}", found.overflow)
+            raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
         if found.skipped:
             for param in stepped_params(optimizer):
                 param.grad = None

@@ -362,9 +362,14 @@ class _Owner:
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Do nothing: no block knows this optimizer."""
 
-    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
+    @property
+    def undoes_steps(self) -> bool:
+        """Whether the active handle wants it."""
+        return (optimizers := _optimizers()) is not None and optimizers.undoes_steps
+
+    def wants_skip(self, guard: StepGuard) -> bool:
         """Let the active handle look at gradients that no loss scale checked."""
-        return (optimizers := _optimizers()) is not None and optimizers.wants_skip(guard, can_skip)
+        return (optimizers := _optimizers()) is not None and optimizers.wants_skip(guard)
 
     def step_ended(self, guard: StepGuard) -> None:
         """Let the active handle know that a step has ended."""

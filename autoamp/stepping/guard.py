@@ -40,6 +40,7 @@ from autoamp.stepping.checked_grads import CheckedGrads
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import SkipOwner, Skips
+from autoamp.stepping.undo import StepCopy
 from autoamp.tensors import version_of
 
 __all__ = [
@@ -75,12 +76,15 @@ class GuardOwner(SkipOwner, Protocol):
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
 
-    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
+    @property
+    def undoes_steps(self) -> bool:
+        """Whether a step that meets inf or nan in its middle, in a later evaluation of its closure, is undone."""
+
+    def wants_skip(self, guard: StepGuard) -> bool:
         """Look at gradients that no loss scale checked, and tell whether the program wants the step skipped for them.
 
         Args:
             guard: Of the optimizer that is about to step.
-            can_skip: Whether the step can be skipped. Not once the optimizer has moved the parameters.
         """
 
     def step_ended(self, guard: StepGuard) -> None:
@@ -635,7 +639,7 @@ class StepGuard:
         flag = self._flag_for_device()
         if flag is None:
             blamed = self.checks.resolve()
-            if blamed is not None or self.owner.wants_skip(self, True):
+            if blamed is not None or self.owner.wants_skip(self):
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
         optimizer, known = self.optimizer, _state_size(self)
@@ -764,7 +768,8 @@ def _step_with_closure(
     """Step an optimizer that evaluates the loss itself. Returns what the step returns.
 
     Raises:
-        NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved.
+        NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved, and such a step is not
+            undone.
     """
     guard.checks.resolve_dropped_grads()
     blamed = guard.checks.resolve()
@@ -772,6 +777,7 @@ def _step_with_closure(
         guard.skip(blamed)
         return None if guard.repeats_closure else _call_closure(guard, closure)
     guard.begin_masters()
+    undo = StepCopy(guard.optimizer) if guard.owner.undoes_steps else None
     versions, begun = _versions_of(guard.grads.params()), False
 
     def evaluate() -> Any:
@@ -779,9 +785,9 @@ def _step_with_closure(
         first, begun = not begun and versions == _versions_of(guard.grads.params()), True
         guard.params_changed()
         loss, blamed = _evaluate(guard, closure, 1 if first and not guard.repeats_closure else _MAX_EVALUATIONS)
-        if blamed is None and not guard.owner.wants_skip(guard, first):
+        if blamed is None and not guard.owner.wants_skip(guard):
             return loss
-        if first or blamed is None:
+        if first or undo is not None or blamed is None:
             raise _TrainingFailed(loss, blamed)
         raise NonFiniteGradientsError(
             f"gradients overflowed at loss scale {float(blamed.scale):g} when {guard.name} called its closure in the "
@@ -794,7 +800,12 @@ def _step_with_closure(
         if args:
             return guard.take(original, (evaluate, *args[1:]), kwargs)
         return guard.take(original, (), {**kwargs, "closure": evaluate})
-    except _TrainingFailed as given_up:
+    except (_TrainingFailed, NonFiniteGradientsError) as given_up:
+        if undo is not None:
+            undo.restore()
+            guard.params_changed()
+        if isinstance(given_up, NonFiniteGradientsError):
+            raise
         _forget_state(guard, known)
         guard.skip(given_up.blamed)
         return given_up.loss
@@ -823,6 +834,9 @@ def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
 def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
     """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
     grads, checks = guard.grads, guard.checks
+    if guard.skips.steps > 1 and checks.last is None:
+        # The steps before scaled no loss, so gradients are not copied. If this one does, its first overflow is a skip.
+        attempts = 1
     may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.owner.scalers)
     before = _GradsBefore(grads.params()) if may_repeat else None
     for attempt in range(attempts):

@@ -99,7 +99,7 @@ class OptimizerSteps:
         self._optimizers.running.add(id(optimizer))
         try:
             result = None
-            if not (is_plain and self._optimizers.look(optimizer, None, True)):
+            if not (is_plain and self._optimizers.look(optimizer, None)):
                 result = self._optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
         finally:
             self._optimizers.running.discard(id(optimizer))

@@ -76,8 +76,9 @@ class GuardedOptimizers:
             scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
-        look: Called with an optimizer that is about to step, its guard if it has one, and whether the step can be
-            skipped; returns whether to skip it, since gradients that no loss scale guards hold inf or nan.
+        look: Called with an optimizer that is about to step, and its guard if it has one; returns whether to skip the
+            step, since gradients that no loss scale guards hold inf or nan.
+        undoes_steps: Whether a step that meets inf or nan in a later evaluation of its closure is undone.
         running: Optimizers of torch's classes whose step runs now, by id.
     """
 
@@ -92,7 +93,8 @@ class GuardedOptimizers:
         self.watch = StepWatch()
         self.on_stepped: Callable[[Skips | None], None] = lambda skips: None
         self.on_unguarded: Callable[[Any], None] | None = None
-        self.look: Callable[[Any, StepGuard | None, bool], bool] = lambda *_: False
+        self.look: Callable[[Any, StepGuard | None], bool] = lambda *_: False
+        self.undoes_steps = False
         self.running: set[int] = set()
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._vanishing = UnderflowWatch()
@@ -143,9 +145,9 @@ class GuardedOptimizers:
         if self.casts.dtype is torch.float16 and self.counts.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
-    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
+    def wants_skip(self, guard: StepGuard) -> bool:
         """Call `look`."""
-        return self.look(guard.optimizer, guard, can_skip)
+        return self.look(guard.optimizer, guard)
 
     def step_ended(self, guard: StepGuard) -> None:
         """Call `on_stepped`."""

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -142,26 +141,101 @@ def test_a_skipped_step_changes_nothing(way: str, closure: bool, device: str) ->
     assert handle.stats["skipped"] > 0
 
 
-def test_a_line_search_under_way_cannot_be_skipped() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="skip")
-    param = Parameter(torch.ones(2))
-    optimizer = torch.optim.LBFGS([param], line_search_fn="strong_wolfe")
-    evaluations = 0
+class Sharpness(torch.optim.SGD):
+    """Moves the parameters before it evaluates its closure, twice, and keeps notes in its groups and state."""
 
-    def closure() -> Tensor:
-        nonlocal evaluations
-        evaluations += 1
-        optimizer.zero_grad()
-        loss = param.square().sum() * (math.nan if evaluations == 3 else 1.0)
-        loss.backward()
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["moves"] = group.get("moves", 0) + 1
+            group["momentum"] = 0.5
+            for param in group["params"]:
+                self.state[param].setdefault("seen", []).append(param.clone())
+        for _ in range(2):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.mul_(1.0 + group["lr"])
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
         return loss
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(autoamp.NonFiniteGradientsError, match="in the middle of a step, which cannot be skipped"):
-            optimizer.step(closure)
-    assert bool(param.isfinite().all())
-    assert handle.stats["skipped"] == 0
+
+LEVELS: dict[str, dict[str, Any]] = {
+    "fp32": {"opt_level": "O0"}, "bf16": {"opt_level": "O1"}, "bf16, masters": {"opt_level": "O2"},
+    "bf16 parameters": {"opt_level": "O3"}, "fp16, a scale": {"opt_level": "O1", "dtype": torch.float16},
+    "fp16, masters, a scale": {"opt_level": "O2", "dtype": torch.float16},
+}  # fmt: skip
+SEARCHES: dict[str, Callable[..., Any]] = {
+    "line search": lambda first, rest: torch.optim.LBFGS([*first, *rest], line_search_fn="strong_wolfe"),
+    "fixed steps": lambda first, rest: torch.optim.LBFGS([*first, *rest], lr=0.1, max_iter=4),
+    "moves first": lambda first, rest: Sharpness([{"params": first, "lr": 0.25}, {"params": rest, "lr": 0.125}]),
+}
+
+
+class Search:
+    """Trains by an optimizer that evaluates its closure several times a step."""
+
+    def __init__(self, level: str, make: Callable[..., Any], action: str = "skip") -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        optimizer = make(model[0].parameters(), list(model[2].parameters()))
+        given = {"dtype": torch.bfloat16, "device_type": "cpu", "verbosity": 0, "on_nonfinite": action, **LEVELS[level]}
+        self.model, self.optimizer = autoamp.initialize(model, optimizer, **given)
+        self.evaluations, self.spoiled = 0, 0
+
+    def step(self, spoiled: int = 0) -> int:
+        """Step, with a loss of nan from one evaluation on if that is given. Returns the number of evaluations."""
+        self.evaluations, self.spoiled = 0, spoiled
+        self.optimizer.step(self.closure)
+        return self.evaluations
+
+    def closure(self) -> Tensor:
+        self.evaluations += 1
+        self.optimizer.zero_grad()
+        loss = self.model(torch.linspace(-1.0, 1.0, 32).view(8, 4)).float().sub(0.5).square().sum()
+        loss = loss * (math.nan if 0 < self.spoiled <= self.evaluations else 1.0)
+        with autoamp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    def all(self) -> Any:
+        return copied(self.optimizer), copy.deepcopy([param.detach() for param in self.model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_meets_nan_in_its_middle_is_undone(level: str, search: str) -> None:
+    undisturbed = Search(level, SEARCHES[search])
+    evaluations = undisturbed.step()
+    assert evaluations > 1
+    # Once the scale fits.
+    evaluations = undisturbed.step()
+    undisturbed.step()
+    expected = undisturbed.all()
+    for spoiled in range(1, evaluations + 1):
+        program = Search(level, SEARCHES[search])
+        program.step(), program.step()
+        before = program.all()
+        handle: Any = current_handle()
+        skipped = handle.stats["skipped"]
+        program.step(spoiled)
+        assert differences(before, program.all()) == []
+        assert (handle.stats["skipped"], handle.last_step_skipped) == (skipped + 1, True)
+        program.step()
+        assert differences(expected, program.all()) == []
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("level", ["fp32", "bf16, masters"])
+def test_where_nan_raises_the_step_is_undone_as_well(level: str, search: str) -> None:
+    program = Search(level, SEARCHES[search], "raise")
+    program.step()
+    before = program.all()
+    with pytest.raises(autoamp.NonFiniteGradientsError, match="has inf or nan in"):
+        program.step(2)
+    assert differences(before, program.all()) == []
 
 
 def test_the_step_of_an_optimizer_with_hooks_is_not_called_at_all() -> None:

@@ -17,7 +17,7 @@ from autoamp.stepping import StepGuard, StepWatch, scaled_block
 class Owner:
     """A `GuardOwner` that casts nothing, and counts skips."""
 
-    watch, casts = StepWatch(), None
+    watch, casts, undoes_steps = StepWatch(), None, False
 
     def __init__(self) -> None:
         self.scalers: list[LossScaler] = []
@@ -35,7 +35,7 @@ class Owner:
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Do nothing."""
 
-    def wants_skip(self, guard: StepGuard, can_skip: bool) -> bool:
+    def wants_skip(self, guard: StepGuard) -> bool:
         return False
 
     def requested_group(self, guard: StepGuard) -> None:

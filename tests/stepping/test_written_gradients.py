@@ -196,12 +196,13 @@ def test_a_limit_of_nan_is_seen(way: str) -> None:
 
 
 class _Ops(TorchDispatchMode):
-    """Counts looks at gradients."""
+    """Counts looks at gradients, and copies of tensors."""
 
-    looks = 0
+    looks = copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.looks += "non_finite_check" in str(func)
+        self.copies += func is torch.ops.aten.clone.default
         return func(*args, **(kwargs or {}))
 
 
@@ -345,6 +346,20 @@ def test_a_closure_that_overflows_is_evaluated_again_on_the_gradients_of_before(
             assert 2.0**13 <= closure.handle.loss_scale < 2.0**16
     for expected, param in zip(results["plain"], results[way], strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_where_closures_scale_no_loss_gradients_are_not_copied(dtype: torch.dtype) -> None:
+    autoamp.init(device_type="cpu", dtype=dtype)
+    model = Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    closure = _Closure("plain", torch.optim.SGD, clears=False)
+    closure.model, closure.optimizer = model, optimizer
+    optimizer.step(closure)
+    # `_Half` makes one.
+    with _Ops() as ops:
+        optimizer.step(closure)
+    assert ops.copies == 1
 
 
 def test_a_repeated_evaluation_adds_no_gradient_a_second_time() -> None:
