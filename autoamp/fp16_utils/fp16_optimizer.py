@@ -139,6 +139,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
                 "masters were written to since the last step, and the loss comes from a model with other weights; "
                 "call optimizer.model_from_masters() after the write, before the model runs"
             )
+        self._guard.owner.refuse_scaled(self._guard)
         if runtime is not None:
             runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
@@ -146,6 +147,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
+        self._guard.owner.refuse_scaled(self._guard)
         self._guard.grads.collect()
         self._guard.checks.finish_delayed()
 
@@ -360,7 +362,9 @@ class _Owner:
             optimizers.note_own(guard.skips, self.scalers[0])
 
     def refuse_scaled(self, guard: StepGuard) -> None:
-        """Do nothing: no block knows this optimizer."""
+        """Let the active handle raise UsageError if a block of it has left gradients of this optimizer scaled."""
+        if (optimizers := _optimizers()) is not None:
+            optimizers.refuse_scaled(guard)
 
     @property
     def undoes_steps(self) -> bool:

@@ -273,8 +273,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     `scale_loss` block they are multiplied by its loss scale.
     """
     runtime = current_runtime()
-    masters = None if runtime is None else runtime.optimizers.masters_of(optimizer)
-    if masters is not None:
-        masters.share_gradients()
+    if runtime is not None:
+        runtime.optimizers.share_gradients(optimizer)
     for group in optimizer.param_groups:
         yield from group["params"]

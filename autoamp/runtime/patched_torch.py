@@ -200,7 +200,8 @@ class PatchedTorch:
         casts, context = run.casts, torch_private.CUSTOM_FUNCTION_CONTEXT
         # The function `parallel_apply` hides the second and third of these modules as attributes.
         parallel = ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply")
-        regions, clipping = ops.AutocastRegions(casts), ClippingWatch(lambda: scaled_params(run.optimizers))
+        regions = ops.AutocastRegions(casts)
+        clipping = ClippingWatch(lambda: scaled_params(run.optimizers), run.optimizers.refuse_clipping)
         return [
             (torch.autocast, "__enter__", regions.build_enter),
             (torch.autocast, "__exit__", regions.build_exit),

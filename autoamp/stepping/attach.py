@@ -22,6 +22,7 @@ from autoamp.stepping.links import link_of
 __all__ = [
     "AttachedMethod",
     "ScalesItself",
+    "guard_before",
     "has_other_guard",
     "is_optimizer",
     "living_optimizers",
@@ -165,9 +166,15 @@ class AttachedMethod:
         return getattr, (self.__self__, self._method)
 
 
+def guard_before(optimizer: Any) -> Any:
+    """Return the guard that is attached to an optimizer's step, also if it is none of the handle's; None without."""
+    step = vars(optimizer).get("step")
+    return getattr(step._instead, "__self__", None) if isinstance(step, AttachedMethod) else None
+
+
 def has_other_guard(optimizer: Any) -> bool:
     """Whether an optimizer has a guard that is none of a handle: an `FP16_Optimizer`, or the one inside of it."""
-    return isinstance(optimizer, ScalesItself) or isinstance(vars(optimizer).get("step"), AttachedMethod)
+    return isinstance(optimizer, ScalesItself) or guard_before(optimizer) is not None
 
 
 def living_optimizers() -> list[torch.optim.Optimizer]:

@@ -63,14 +63,18 @@ def scaled_loss_block(
         scaler: As for `scaled_block`.
         casts: Whose kept casts are dropped.
         delay_unscale: As for `scaled_block`.
-        left_scaled: Takes note of the parameters whose gradients the block leaves scaled.
+        left_scaled: Knows of parameters whose gradients a block left scaled.
         others: As `BackwardWatch` takes it.
 
     Raises:
         UsageError: One of the optimizers is in a block already, or the loss itself was run backward in this one.
     """
+    left = left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
     try:
         with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+            for param, earlier, reason in left:
+                # The block multiplied them by its scale once more.
+                left_scaled.note([param], earlier, reason)
             scaled = scaled_loss(loss, scale)
             watches = scaler.checks and not torch.compiler.is_compiling()
             watch = BackwardWatch(loss, scaled, scale, guards, others, left_scaled) if watches else None
@@ -84,7 +88,6 @@ def scaled_loss_block(
                 for guard in guards:
                     guard.proven = guard.proven or watch.proven
     finally:
-        left_scaled.forget(leaf for guard in guards for leaf in guard.grads.leaves())
         casts.cache.clear()
 
 

@@ -657,7 +657,7 @@ class StepGuard:
         self.owner.step_begins(self)
         self.skips.steps += 1
         self.last_step_ran = True
-        if not makes_gradients and not self.checks.has_added_params:
+        if not makes_gradients:
             self.owner.refuse_scaled(self)
         self.grads.collect()
         self.checks.finish_delayed()

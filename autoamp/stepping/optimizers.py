@@ -16,7 +16,7 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
 from autoamp.stepping.attach import (
     ScalesItself,
-    has_other_guard,
+    guard_before,
     living_optimizers,
     refuse_unguardable,
     stepped_params,
@@ -119,7 +119,26 @@ class GuardedOptimizers:
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
-        self._left_scaled.refuse(guard.name, guard.grads.leaves())
+        self._forget_added(guard)
+        self._left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
+
+    def refuse_clipping(self, function: str, params: Iterable[Tensor]) -> None:
+        """Raise UsageError if gradients that a function is about to clip were left scaled by a block."""
+        self._left_scaled.refuse(f"{function} would clip", params)
+
+    def share_gradients(self, optimizer: Any) -> None:
+        """Let an optimizer's masters, if it has some, have the gradients of their half parameters, scaled or not."""
+        masters = self.masters_of(optimizer)
+        if masters is not None:
+            left = self._left_scaled.left(half for half, _ in masters.pairs)
+            masters.share_gradients()
+            for half, scale, reason in left:
+                self._left_scaled.note([half, masters.of(half)], scale, reason)
+
+    def _forget_added(self, guard: StepGuard) -> None:
+        """Forget what blocks left scaled in an optimizer that got parameters since: these are going to be unscaled."""
+        if guard.checks.has_added_params:
+            self._left_scaled.forget(guard.grads.leaves())
 
     def compare_settings(self, guard: StepGuard) -> None:
         """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""
@@ -136,7 +155,7 @@ class GuardedOptimizers:
 
     def plain_step_begins(self, optimizer: Any) -> None:
         """Hear of the step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
-        self._left_scaled.refuse(type(optimizer).__name__, stepped_params(optimizer))
+        self._left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
         self.watch.step_begins()
         self.check_underflow(optimizer)
 
@@ -240,6 +259,7 @@ class GuardedOptimizers:
         guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
         for guard in guards:
             guard.scaled = True
+            self._forget_added(guard)
         self.watch.loss_scaled(loss, scaler.scale_at_hand())
         return scaled_loss_block(
             loss,
@@ -260,13 +280,19 @@ class GuardedOptimizers:
         """
         if self._living is None:
             self._living = weakref.WeakSet(living_optimizers())
-        others = [
+        theirs: dict[Any, None] = dict.fromkeys(self.guards)
+        others = []
+        for optimizer in self._living:
+            if (guard := guard_before(optimizer)) is None:
+                others.append(stepped_params(optimizer))
+            else:
+                # That of an `FP16_Optimizer` is none of the handle's.
+                theirs[guard] = None
+        others += [
             guard.grads.leaves()
-            for guard in self.guards
+            for guard in theirs
             if guard not in guards and not is_same_scale(guard.grads.scale, scale)
         ]
-        plain = (one for one in self._living if self.guard_of(one) is None and not has_other_guard(one))
-        others += map(stepped_params, plain)
         if not others:
             return []
         own = {id(param) for guard in guards for param in guard.grads.leaves()}

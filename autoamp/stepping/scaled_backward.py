@@ -6,6 +6,7 @@ multiplied by the scale, and so do all gradients of a pass that begins after its
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,31 +15,46 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
-from autoamp.scaling import Scale, is_same_scale
-from autoamp.stepping.checked_grads import Mark, is_same_gradient, mark_of
+from autoamp.scaling import Scale, is_same_scale, total_norm
+from autoamp.stepping.checked_grads import is_same_gradient, mark_of
 from autoamp.stepping.guard import StepGuard
+from autoamp.tensors import version_of
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 
 __all__ = ["BackwardWatch", "LeftScaled"]
 
 
 class LeftScaled:
-    """Parameters whose gradients a block left scaled, as long as nobody wrote to these gradients."""
+    """Parameters whose gradients a backward pass left scaled, as long as nobody wrote to these gradients."""
 
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
-    def note(self, params: Iterable[Tensor], scale: Scale, block: str) -> None:
-        """Take note of what a block left scaled.
+    def note(self, params: Iterable[Tensor], scale: Scale, reason: str) -> None:
+        """Take note of what a pass left scaled.
 
         Args:
             params: The parameters.
-            scale: Of the block.
-            block: The optimizers that the block was given.
+            scale: Of the loss.
+            reason: How that came, and what mends it.
         """
         for param in params:
             if param.grad is not None:
-                self._of[param] = mark_of(param.grad), scale, block
+                self._of[param] = mark_of(param.grad), scale, reason
+
+    def note_written(self, params: Sequence[Tensor], scale: Scale, reason: str) -> None:
+        """Take note of those parameters whose gradients the pass that calls is going to write, at its end.
+
+        What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass.
+        """
+        before = [(param, param.grad, _version(param.grad)) for param in params]
+
+        def note() -> None:
+            # What the program writes to them later, within the block or after it, counts.
+            written = [one for one, grad, version in before if one.grad is not grad or _version(grad) != version]
+            self.note(written, scale, reason)
+
+        at_end_of_pass(note)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""
@@ -46,31 +62,38 @@ class LeftScaled:
             for param in params:
                 self._of.pop(param, None)
 
-    def refuse(self, optimizer: str, params: Iterable[Tensor]) -> None:
-        """Raise UsageError if an optimizer is about to step by a gradient that is scaled still.
+    def left(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Scale, str]]:
+        """Return those of these parameters that are noted and whose gradients are the same still, with their notes."""
+        if not self._of:
+            return []
+        noted = [(param, *self._of[param]) for param in params if param in self._of]
+        return [
+            (param, scale, reason)
+            for param, mark, scale, reason in noted
+            if param.grad is not None and is_same_gradient(mark, param.grad)
+        ]
+
+    def refuse(self, action: str, params: Iterable[Tensor]) -> None:
+        """Raise UsageError if an action is about to use gradients that are scaled still. Waits for the device then.
 
         Args:
-            optimizer: The name of its class.
-            params: What it steps, and the half parameters whose masters it steps.
+            action: What it is, and does.
+            params: The parameters of these gradients, with the half parameters of masters.
         """
-        if not self._of:
-            return
-        left = {param: self._of[param] for param in params if param in self._of}
-        scaled = [param for param, (mark, *_) in left.items() if _is_left(param, mark)]
-        if scaled:
-            _, scale, block = left[scaled[0]]
+        left = self.left(params)
+        # Torch counts no writes through `.data`, by which some programs set gradients to 0.
+        if left and total_norm([param.grad for param, *_ in left if param.grad is not None], math.inf) != 0:
+            param, scale, reason = left[0]
+            # A half parameter and its master have one.
+            count = len({id(param.grad) for param, *_ in left})
             raise UsageError(
-                f"{optimizer} would step by gradients that are multiplied by the loss scale {float(scale):g}, in "
-                f"{len(scaled)} of its parameters, the first of shape {tuple(scaled[0].shape)}: the scale_loss block "
-                f"that made them was given {block} alone. Pass all optimizers of the loss, as in scale_loss(loss, "
-                "[first, second]), or clear the gradients of this one before its own backward pass"
+                f"{action} gradients that are multiplied by the loss scale {float(scale):g}, those of {count} "
+                f"parameters, the first of shape {tuple(param.shape)}: {reason}"
             )
-        # What was written to, or replaced, is the program's from now on.
-        self.forget(left)
 
 
-def _is_left(param: Tensor, mark: Mark) -> bool:
-    return param.grad is not None and is_same_gradient(mark, param.grad)
+def _version(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else version_of(gradient)
 
 
 class BackwardWatch:
@@ -85,7 +108,7 @@ class BackwardWatch:
         guards: Of the block's optimizers.
         others: Returns the parameters of all optimizers but those of these guards, and those whose gradients have this
             scale, which another open block is going to unscale.
-        left_scaled: Takes note of the parameters of others whose gradients a pass within the block leaves scaled.
+        left_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
 
     Attributes:
         block: The names of the block's optimizers.
@@ -138,18 +161,24 @@ class BackwardWatch:
         guards = [guard for reference in self._guards if (guard := reference()) is not None]
         others = self._others(guards, self._scale)
         if not self._has_ended:
-            reached = [param for param in others if engine_reaches(param)]
-            if reached:
-                # The gradients are there at the end of the pass. What the program writes to them in the block counts.
-                at_end_of_pass(lambda: self._left_scaled.note(reached, self._scale, self.block))
-            return
-        # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
-        unscaled = [guard.grads.leaves() for guard in guards if not is_same_scale(guard.grads.scale, self._scale)]
-        if any(engine_reaches(param) for params in (*unscaled, others) for param in params):
-            raise UsageError(
-                f"scaled_loss.backward() was called after its scale_loss block of {self.block} had ended, and leaves "
-                f"gradients multiplied by the loss scale {float(self._scale):g}. Indent it into the with block"
+            own = (param for guard in guards for param in guard.grads.leaves())
+            reached = [param for param, *_ in self._left_scaled.left(own) if engine_reaches(param)]
+            self._left_scaled.refuse("scaled_loss.backward() would add to", reached)
+            reason = (
+                f"the scale_loss block that made them was given {self.block} alone. Pass all optimizers of the loss, "
+                "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
             )
+        else:
+            # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
+            for guard in guards:
+                others += [] if is_same_scale(guard.grads.scale, self._scale) else guard.grads.leaves()
+            reason = (
+                f"scaled_loss.backward() was called after its scale_loss block of {self.block} had ended. Indent it "
+                "into the with block"
+            )
+            if any(map(engine_reaches, others)):
+                raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self._scale):g}: {reason}")
+        self._left_scaled.note_written(others, self._scale, reason)
 
 
 # The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.

@@ -22,25 +22,33 @@ _STEPS = frozenset({1, 10, 100, 1000})
 
 
 class ClippingWatch:
-    """Warns once where a function of `torch.nn.utils` clips scaled gradients: within a `scale_loss` block.
+    """Sees where a function of `torch.nn.utils` clips scaled gradients. Within a `scale_loss` block it warns once.
 
     Args:
         scaled: Returns the parameters whose gradients are scaled now, by the name of the optimizer.
+        refuse: Called with the name of a function and the parameters whose gradients it clips. Raises UsageError if a
+            block has left these scaled.
     """
 
-    def __init__(self, scaled: Callable[[], Mapping[str, Iterable[Tensor]]]) -> None:
+    def __init__(
+        self,
+        scaled: Callable[[], Mapping[str, Iterable[Tensor]]],
+        refuse: Callable[[str, Iterable[Tensor]], None],
+    ) -> None:
         self._scaled = scaled
+        self._refuse = refuse
         self._said = False
 
     def around(self, original: Any) -> Any:
         """Return a replacement of a function that clips the gradients of its first argument, parameters."""
 
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            scaled = {} if self._said or torch.compiler.is_compiling() else self._scaled()
-            if scaled:
+            if not torch.compiler.is_compiling():
                 # A generator can be gone through once.
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-                self._look(set(map(id, parameters)), scaled, original.__name__)
+                self._refuse(original.__name__, parameters)
+                scaled = {} if self._said else self._scaled()
+                self._look(set(map(id, parameters)) if scaled else set(), scaled, original.__name__)
             return original(parameters, *args, **kwargs)
 
         return imitate(clip, original)

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Linear
+from torch.utils import checkpoint
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -67,7 +69,7 @@ def test_a_forgotten_optimizer_is_refused(made: str) -> None:
         with handle.scale_loss(loss_of(first, second), one) as scaled:
             scaled.backward()
         one.step()
-        with pytest.raises(UsageError, match=r"SGD would step by gradients .* 65536, in 2 of its.*scale_loss"):
+        with pytest.raises(UsageError, match=r"SGD would use gradients .* 65536, those of 2 parameters,.*scale_loss"):
             two.step()
         assert_same(before, weights(second))
         # The remedy.
@@ -96,7 +98,7 @@ def test_a_forgotten_optimizer_with_masters_is_refused() -> None:
     before = weights(second)
     with autoamp.scale_loss(loss_of(first, second), one) as scaled:
         scaled.backward()
-    with pytest.raises(UsageError, match="would step by gradients that are multiplied"):
+    with pytest.raises(UsageError, match="would use gradients that are multiplied"):
         two.step()
     assert_same(before, weights(second))
 
@@ -118,7 +120,8 @@ def test_a_backward_pass_after_its_block_is_refused(there: str, level: str) -> N
     with autoamp.scale_loss(loss_of(model), optimizer) as scaled:
         pass
     with pytest.raises(
-        UsageError, match=r"after its scale_loss block of SGD had ended.*128.* Indent it into the with block"
+        UsageError,
+        match=r"loss scale 128: .*after its scale_loss block of SGD had ended. Indent it into the with block",
     ):
         scaled.backward()
     assert torch.equal(model.weight.grad, gradient)
@@ -271,7 +274,7 @@ def test_a_closure_of_a_forgotten_optimizer_is_refused(handle: autoamp.Handle, p
             scaled.backward()
         return loss
 
-    with pytest.raises(UsageError, match="would step by gradients"):
+    with pytest.raises(UsageError, match="would use gradients"):
         pair.two.step(closure)
     pair.assert_moved(0.0, 0.0)
 
@@ -338,3 +341,139 @@ def test_a_refused_step_is_refused_again(handle: autoamp.Handle, pair: Pair) -> 
         with pytest.raises(UsageError, match="multiplied by the loss scale"):
             act()
     pair.assert_moved(0.0, 0.0)
+
+
+@pytest.mark.parametrize("clears", ["never", "in the block", "before the block"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_later_pass_is_not_added_to_scaled_gradients(level: str, clears: str) -> None:
+    models = [Linear(4, 4), Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    (first, second), (one, two) = autoamp.initialize(
+        models, optimizers, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0
+    )
+    before = weights(first, second)
+    with autoamp.scale_loss(loss_of(first, second), one) as scaled:
+        scaled.backward()
+    if clears == "before the block":
+        second.zero_grad(set_to_none=False)
+    with contextlib.ExitStack() as stack:
+        if clears == "never":
+            stack.enter_context(pytest.raises(UsageError, match="would add to gradients that are multiplied"))
+        with autoamp.scale_loss(loss_of(second), two) as scaled:
+            if clears == "in the block":
+                two.zero_grad()
+            scaled.backward()
+    if clears == "never":
+        # Also where the program catches it.
+        with pytest.raises(UsageError, match="would use gradients"):
+            two.step()
+        assert_same(before, weights(first, second))
+        return
+    gradient = second.weight.grad.float()
+    two.zero_grad()
+    with autoamp.scale_loss(loss_of(second), two) as scaled:
+        scaled.backward()
+    assert torch.equal(gradient, second.weight.grad.float())
+
+
+def test_gradients_that_no_pass_of_a_later_block_reaches_are_scaled_still(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+    with handle.scale_loss(pair.first(torch.ones(1, 4)).sum(), [pair.one, pair.two]) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="would use gradients"):
+        pair.two.step()
+    pair.assert_moved(0.0, 0.0)
+
+
+def checkpointed(*models: Linear) -> Tensor:
+    torch.manual_seed(0)
+    value: Any = torch.randn(8, 4, requires_grad=True)
+    for model in models:
+        value = checkpoint.checkpoint(model, value, use_reentrant=True)
+    return value.float().square().mean()
+
+
+def test_a_forgotten_optimizer_is_refused_within_a_reentrant_checkpoint(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(checkpointed(pair.first, pair.second), pair.one) as scaled:
+        scaled.backward()
+    pair.one.step()
+    with pytest.raises(UsageError, match="would use gradients"):
+        pair.two.step()
+    pair.assert_moved(1.0, 0.0)
+
+
+def test_a_pass_after_its_block_is_refused_within_a_reentrant_checkpoint(handle: autoamp.Handle, pair: Pair) -> None:
+    loss = checkpointed(pair.first)
+    with pytest.warns(UserWarning, match="no parameter"), handle.scale_loss(loss, pair.one) as scaled:
+        pass
+    scaled.backward()
+    with pytest.raises(UsageError, match="after its scale_loss block of SGD had ended"):
+        pair.one.step()
+    pair.assert_moved(0.0, 0.0)
+
+
+@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("read", ["params", "generator", "masters"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scaled_gradients_are_neither_clipped_by_torch_nor_stepped_after_a_look(
+    level: str, read: str, function: str
+) -> None:
+    models = [Linear(4, 4), Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    (first, second), (one, two) = autoamp.initialize(
+        models, optimizers, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0
+    )
+    clip = getattr(torch.nn.utils, function)
+    with autoamp.scale_loss(loss_of(first, second), one) as scaled:
+        scaled.backward()
+    params: Any = list(second.parameters())
+    if read != "params":
+        params = autoamp.master_params(two) if read == "generator" else list(autoamp.master_params(two))
+    with pytest.raises(UsageError, match=f"{function} would clip gradients that are multiplied .*those of 2"):
+        clip(params, 1.0)
+    with pytest.raises(UsageError, match=r"SGD would use gradients that are multiplied by .*those of 2"):
+        two.step()
+    clip(autoamp.master_params(one), 1.0)
+
+
+@pytest.mark.parametrize("use", ["step", "backward", "clip", "read", "none"])
+@pytest.mark.parametrize("made", ["before init", "after init"])
+def test_a_forgotten_optimizer_that_scales_its_loss_itself_is_refused(made: str, use: str) -> None:
+    first, second = Linear(4, 4), Linear(4, 4).half()
+    one = torch.optim.SGD(first.parameters(), lr=0.1)
+    two = FP16_Optimizer(torch.optim.SGD(second.parameters(), lr=0.1)) if made == "before init" else None
+    with initialized() as handle:
+        two = two or FP16_Optimizer(torch.optim.SGD(second.parameters(), lr=0.1))
+        before = weights(second)
+
+        def loss() -> Tensor:
+            return second(first(torch.ones(1, 4)).half()).float().square().mean()
+
+        with handle.scale_loss(loss(), one) as scaled:
+            scaled.backward()
+        if use == "none":
+            two.zero_grad()
+            two.backward(loss())
+            two.step()
+            assert not torch.equal(before[0], second.weight)
+            return
+        uses: dict[str, Callable[[], Any]] = {
+            "step": two.step, "backward": lambda: two.backward(loss()), "clip": lambda: two.clip_master_grads(1.0),
+            "read": two.inspect_master_grad_data,
+        }  # fmt: skip
+        with pytest.raises(UsageError, match="SGD would use gradients that are multiplied"):
+            uses[use]()
+        with pytest.raises(UsageError, match="SGD would use gradients that are multiplied"):
+            two.step()
+        assert_same(before, weights(second))
+
+
+def test_a_group_that_is_added_after_the_block_may_accumulate(handle: autoamp.Handle, pair: Pair) -> None:
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+    pair.one.add_param_group({"params": list(pair.second.parameters())})
+    with handle.scale_loss(pair.loss(), pair.one) as scaled:
+        scaled.backward()
+    pair.one.step()
+    pair.assert_moved(2.0, 2.0)
