@@ -216,7 +216,8 @@ def _check(
     for group, params in by_owners.items():
         for flag in unscale_(params, scale, scaler.unread.blank):
             before = [guard.checks.earlier_flag(flag.device) for guard in group]
-            of_block.append(torch.where(torch.stack(before).amin() != 0, 0.0, flag))
+            # One of them is enough: only its check tells of inf in what they share.
+            of_block.append(torch.where(torch.stack(before).amax() != 0, 0.0, flag))
             for guard in group:
                 of_guard[guard].append(flag)
     checks: list[OverflowCheck] = []

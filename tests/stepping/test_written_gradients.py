@@ -272,6 +272,69 @@ def test_an_inf_in_what_two_optimizers_share_is_stepped_by_neither(order: Sequen
     assert all(map(torch.equal, before, (param for model in (first, second) for param in model.parameters())))
 
 
+class _Layers:
+    """Layers with an optimizer each, of which the first ones share a parameter."""
+
+    def __init__(self, count: int, sharing: int) -> None:
+        torch.manual_seed(0)
+        self.shared = torch.nn.Parameter(torch.ones(4))
+        self.layers = [Linear(4, 4) for _ in range(count)]
+        self.optimizers = [
+            torch.optim.SGD([*layer.parameters(), *([self.shared] if number < sharing else [])], lr=0.1)
+            for number, layer in enumerate(self.layers)
+        ]
+        _, self.optimizers = autoamp.initialize(
+            self.layers, self.optimizers, opt_level="O1", dtype=torch.float16, device_type="cpu", num_losses=2,
+            verbosity=0,
+        )  # fmt: skip
+
+    def backward(self, numbers: Sequence[int], loss_id: int, *, through: Sequence[int], size: float = 0.125) -> None:
+        """Scale a loss for some optimizers: of the shared parameter, and of the layers of some."""
+        value = self.shared[None]
+        for number in through:
+            value = self.layers[number](value)
+        with autoamp.scale_loss(
+            value.float().sum() * size, [self.optimizers[number] for number in numbers], loss_id=loss_id
+        ) as scaled:
+            scaled.backward()
+
+    def steps(self, order: Sequence[int]) -> list[bool]:
+        """Step all, and return which moved their layers."""
+        before = [layer.weight.detach().clone() for layer in self.layers]
+        for number in order:
+            self.optimizers[number].step()
+        return [not torch.equal(value, layer.weight) for value, layer in zip(before, self.layers, strict=True)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1), (1, 3, 0, 2)])
+@pytest.mark.parametrize("first", [[0], [0, 1], [1]])
+@pytest.mark.parametrize("sharing", [0, 2, 3])
+def test_a_block_of_several_optimizers_answers_for_what_it_added(
+    sharing: int, first: list[int], order: Sequence[int]
+) -> None:
+    program = _Layers(4, sharing)
+    weight = program.shared.detach().clone()
+    program.backward(first, 0, through=first, size=math.inf)
+    program.shared.grad = program.shared.grad if sharing else None
+    program.backward(range(4), 1, through=range(4))
+    skipped = set(range(sharing)) | set(first)
+    assert program.steps(order) == [number not in skipped for number in range(4)]
+    assert torch.equal(weight, program.shared)
+    assert bool(program.shared.isfinite().all())
+    scales = [autoamp.state_dict()[f"loss_scaler{number}"]["loss_scale"] for number in (0, 1)]
+    assert scales[0] == 32768.0
+    if skipped <= set(first):
+        # An optimizer that the first block did not name cannot tell whose inf it shares.
+        assert scales[1] == 65536.0
+    # And an overflow of the second block concerns them all.
+    for optimizer in program.optimizers:
+        optimizer.zero_grad()
+    program.shared.grad = None
+    program.backward([0], 0, through=[0])
+    program.backward(range(4), 1, through=[3], size=math.inf)
+    assert program.steps(order) == [False] * 4
+
+
 class _Closure:
     """A closure that adds to the gradients that are there, and overflows at high scales."""
 
