@@ -1,4 +1,4 @@
-"""Builds autoamp with its list sets and `autoamp.pth` inside; all metadata and settings are in setup.cfg.
+"""Builds autoamp with its list sets, and with `autoamp.pth` beside it; all metadata and settings are in setup.cfg.
 
 The lists lie at the top of the tree, where people look for them, and a wheel has them as the package `autoamp.lists`.
 setup.cfg could say so, but then an editable install would go by an import hook of setuptools, which type checkers and
@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithLists(build_py):
-    """Copies `lists/` too, as `autoamp/lists`, and the hook for `AUTOAMP=1`."""
+    """Copies `lists/` too, as `autoamp/lists`, and `autoamp.pth`, the hook for `AUTOAMP=1`."""
 
     def finalize_options(self) -> None:
         """Add the package to those that are copied; the distribution's own record stays as it is."""
@@ -23,7 +23,7 @@ class BuildWithLists(build_py):
         super().run()
         # An editable install takes nothing from the build's folder. What is in that of the wheel is installed.
         wheel = self.get_finalized_command("install").install_purelib if self.editable_mode else self.build_lib
-        self.copy_file("autoamp.pth", wheel)
+        self.copy_file("autoamp/cli/autoamp.pth", wheel)
 
 
 setup(cmdclass={"build_py": BuildWithLists})

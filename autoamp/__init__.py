@@ -8,83 +8,28 @@ The lists decide which ops run in half precision, which in fp32 and which promot
     optimizer.step()
 """
 
-from autoamp import parallel as parallel
-from autoamp.checkpoints import DistributedState
-from autoamp.compat import watch_fastai1 as _watch_fastai1
-from autoamp.errors import (
-    AutoampError,
-    BannedFunctionError,
-    CheckpointError,
-    ListFileError,
-    LossScaleError,
-    NonFiniteGradientsError,
-    PatchError,
-    TapeError,
-    TargetError,
-    UsageError,
-)
-from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
-from autoamp.memory import keep_freed_memory
-from autoamp.notebook import load_ipython_extension as load_ipython_extension
-from autoamp.runtime import (
-    BaseHandle,
-    Handle,
-    NoOpHandle,
-    Region,
-    current_handle,
-    disable_casts,
-    float_function,
-    half_function,
-    init,
-    promote_function,
-    region,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.tuning import report_metric
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "AutoampError",
-    "BannedFunctionError",
-    "BaseHandle",
-    "CheckpointError",
-    "DistributedState",
-    "DynamicLossScaler",
-    "FP16_Optimizer",
-    "Handle",
-    "ListFileError",
-    "LossScaleError",
-    "LossScaler",
-    "NoOpHandle",
-    "NonFiniteGradientsError",
-    "PatchError",
-    "Region",
-    "StaticLossScaler",
-    "TapeError",
-    "TargetError",
-    "UsageError",
-    "current_handle",
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "init",
-    "initialize",
-    "keep_freed_memory",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "region",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "report_metric",
-    "scale_loss",
-    "state_dict",
-]
+if TYPE_CHECKING:
+    from autoamp import parallel as parallel
+    from autoamp.exports import *
+else:
 
-_watch_fastai1()
+    def __getattr__(name: str) -> Any:
+        """Import a package or a public name when it is first asked for: `import autoamp` by itself imports no torch."""
+        if name == "__all__" or not name.startswith("_"):
+            if importlib.util.find_spec(f"autoamp.{name}") is not None:
+                return importlib.import_module(f"autoamp.{name}")
+            exports = importlib.import_module("autoamp.exports")
+            if hasattr(exports, name):
+                return globals().setdefault(name, getattr(exports, name))
+        raise AttributeError(f"module 'autoamp' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from autoamp_command import main
+from autoamp.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

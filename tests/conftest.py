@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 import torch.utils.checkpoint
 
-import autoamp
+# All of the package, whose import adds listeners.
+import autoamp.exports
 from autoamp.rules import loader
 from autoamp.runtime import activated, active, suspended
 from autoamp.stepping import open_blocks

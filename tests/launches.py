@@ -24,8 +24,8 @@ DRIVER = """
 import gc, importlib, json, os, runpy, signal, sys, tempfile, time
 gc.disable()
 import torch
-import autoamp.cli
-from autoamp_command import main
+import autoamp.cli.run, autoamp.exports
+from autoamp.cli import main
 
 # The first optimizer of a process imports torch's compiler, which takes as long as torch.
 torch.optim.SGD([torch.ones(1)], lr=1.0)

@@ -1,7 +1,7 @@
-"""The command `autoamp`: run a program, look at this machine, check lists."""
+"""The command `autoamp`: run a program, look at this machine, check lists. This and its options import no torch."""
 
 from __future__ import annotations
 
-from autoamp.cli.command import run_command
+from autoamp.cli.command import main, parser
 
-__all__ = ["run_command"]
+__all__ = ["main", "parser"]

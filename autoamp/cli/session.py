@@ -18,7 +18,7 @@ import torch
 from autoamp import runtime
 from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
-from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex
+from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
 from autoamp.diagnostics import Counts, sum_of
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
@@ -81,6 +81,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         )  # fmt: skip
     elif real is not None:
         explain_real_apex()
+    watch_fastai1()
     if options.fastai1:
         importlib.import_module("autoamp.compat.fastai1").enable()
     # After the import of torch is early enough: it frees little memory.

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 5
 # Packages that are not put into the file, wherever they lie.
-_INSTALLED = frozenset(("autoamp", "autoamp_command", "autoamp_kernels", "autoamp_startup", "cloudpickle", "torch"))
+_INSTALLED = frozenset(("autoamp", "autoamp_kernels", "cloudpickle", "torch"))
 
 
 class Capsule(NamedTuple):

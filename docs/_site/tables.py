@@ -6,9 +6,9 @@ import argparse
 import re
 from collections.abc import Iterator
 
+from autoamp.cli import parser
 from autoamp.ops import autocast_differences
 from autoamp.rules import CastPolicy, CastRule, CastTable, shipped_sets, shipped_table
-from autoamp_command import parser
 
 __all__ = ["autocast", "command_line", "ops", "reason_of"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from autoamp.cli import main
 from autoamp.cli.program_runs import ProgramRuns
 from autoamp.tuning import Proposal
-from autoamp_command import main
 
 ON_CPU = ["--metric", "loss", "--dtype", "fp16", "--device-type", "cpu"]
 

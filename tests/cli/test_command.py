@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoamp.cli import main
 from autoamp.ops import known_ops
-from autoamp_command import main
 from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoamp_command import main
+from autoamp.cli import main
 from tests.diagnostics.report.runs import train
 
 FINDING = {"format": 5, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}}

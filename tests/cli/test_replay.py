@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp_command import main
+from autoamp.cli import main
 from tests.launches import Ended, launched, written
 
 # Each fault is in the step 3, but for that of the loss.

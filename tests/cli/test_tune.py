@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from autoamp import UsageError
+from autoamp.cli import main
 from autoamp.cli.program_runs import MetricUnknown, ProgramRuns, seconds_of
 from autoamp.rules import CastPolicy, load_table
 from autoamp.tuning import Proposal, Stopped
-from autoamp_command import main
 
 ON_CPU = ["--dtype", "fp16", "--device-type", "cpu"]
 

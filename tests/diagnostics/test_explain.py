@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import autoamp
+from autoamp.cli import main
 from autoamp.errors import UsageError
-from autoamp_command import main
 
 
 @pytest.fixture

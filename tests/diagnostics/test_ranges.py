@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.cli import main
 from autoamp.diagnostics import OpRange, RangeProfile
-from autoamp_command import main
 from tests.launches import launched
 
 

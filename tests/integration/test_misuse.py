@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.cli import main
 from autoamp.errors import AutoampError, ListFileError, LossScaleError, TargetError, UsageError
-from autoamp_command import main
 
 CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16}
 

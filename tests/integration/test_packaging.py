@@ -28,8 +28,6 @@ from autoamp.rules import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_SETS = {path.name for path in (ROOT / "lists").glob("*.toml")}
-# Beside the package: the command, and what Python reads at its start.
-TOP_LEVEL = ("autoamp_command.py", "autoamp_startup.py", "autoamp.pth")
 TORCH = Path(torch.__file__).parents[1]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
@@ -48,7 +46,7 @@ site.addsitedir({site!r})
 sys.path.append({dependencies!r})
 import torch
 before = set(sys.modules)
-import autoamp, autoamp.cli, autoamp.rules
+import autoamp, autoamp.cli, autoamp.exports, autoamp.rules
 print(autoamp.__file__)
 print(*autoamp.rules.shipped_sets())
 print(*(rule.target for rule in autoamp.rules.shipped_table("default").rules))
@@ -121,7 +119,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     lists.add("autoamp/rules/torchvision/autoamp.toml")
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("templates/*")}
     assert len(templates) == 3
-    assert shipped == {*modules, *templates, "autoamp/py.typed", *TOP_LEVEL, *lists}
+    assert shipped == {*modules, *templates, "autoamp/py.typed", "autoamp.pth", *lists}
 
 
 @needs_build_tools
@@ -268,8 +266,9 @@ def test_every_package_is_named_in_setup_cfg() -> None:
     assert set(config["options"]["packages"].split()) == found
 
 
-def test_pyproject_holds_the_build_system_alone() -> None:
-    assert list(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))) == ["build-system"]
+def test_pyproject_holds_the_build_system_and_what_setup_cfg_cannot_hold() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert (list(settings), list(settings["tool"])) == (["build-system", "tool"], ["ruff"])
 
 
 def test_constraints_are_exact_and_cover_what_is_required() -> None:

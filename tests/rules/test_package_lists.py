@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp_command import main
+from autoamp.cli import main
 
 LIST = """\
 schema = 1

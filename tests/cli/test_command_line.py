@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import autoamp
-import autoamp_command
+from autoamp.cli import command, main
 from autoamp.cli.options import DTYPES
 from autoamp.levels import LEVELS
 from autoamp.runtime import Handle, current_handle
@@ -21,12 +21,12 @@ from tests.launches import environment
 # Runs the entry point of the command, and tells whether that took torch.
 PROBE = """
 import sys
-from autoamp_command import main
+from autoamp.cli import main
 try:
     code = main(sys.argv[1:])
 except SystemExit as ended:
     code = ended.code
-print(code, "torch" in sys.modules, "autoamp" in sys.modules, file=sys.stderr)
+print(code, "torch" in sys.modules, file=sys.stderr)
 """
 
 
@@ -45,13 +45,13 @@ def test_help_and_version_come_without_torch(argv: list[str], code: int, said: s
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *argv], env=environment(), capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stderr.splitlines()[-1] == f"{code} False False"
+    assert done.stderr.splitlines()[-1] == f"{code} False"
     assert said in done.stdout
 
 
 def test_choices_are_those_that_the_commands_take() -> None:
-    assert set(autoamp_command.DTYPES) == set(DTYPES)
-    assert tuple(LEVELS) == autoamp_command.LEVELS
+    assert set(command.DTYPES) == set(DTYPES)
+    assert tuple(LEVELS) == command.LEVELS
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_lists_tell_the_reason_and_the_installed_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = 'schema = 1\nfp32 = [\n    "matmul",  # sums of squares\n]\n[modules]\n"*.head" = "fp32"  # logits\n'
     (place / "autoamp.toml").write_text(text, encoding="utf-8")
-    assert autoamp_command.main(["lists", "matmul", "--dtype", "fp16", "--device-type", "cpu"]) == 0
+    assert main(["lists", "matmul", "--dtype", "fp16", "--device-type", "cpu"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("matmul: fp32 (its arguments are cast to fp32), by 'matmul' in ")
     assert f"{place / 'autoamp.toml'}:3; sums of squares\n" in out
-    assert autoamp_command.main(["lists", "layer_norm", "--dtype", "bf16", "--device-type", "cpu"]) == 0
+    assert main(["lists", "layer_norm", "--dtype", "bf16", "--device-type", "cpu"]) == 0
     asked = capsys.readouterr().out
     found = re.fullmatch(r"layer_norm: none \(left alone\), by 'layer_norm' in (.+):(\d+); (.+)\n", asked)
     assert found is not None, asked
@@ -75,10 +75,10 @@ def test_lists_tell_the_reason_and_the_installed_file(place: Path, capsys: pytes
     assert (Path(found[1]).name, Path(found[1]).is_absolute()) == ("bf16.toml", True)
     assert '"layer_norm"' in line
     assert line.endswith(found[3])
-    assert autoamp_command.main(["lists", "einsum", "--dtype", "bf16", "--device-type", "cpu"]) == 0
+    assert main(["lists", "einsum", "--dtype", "bf16", "--device-type", "cpu"]) == 0
     assert "; promotes where it contracts nothing\n" in capsys.readouterr().out
     # One that is asked for is as it is among all.
-    assert autoamp_command.main(["lists", "--dtype", "bf16", "--device-type", "cpu"]) == 0
+    assert main(["lists", "--dtype", "bf16", "--device-type", "cpu"]) == 0
     whole = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["layer_norm", "none", f"lists/bf16.toml:{found[2]}"] in whole
 
@@ -88,7 +88,7 @@ def test_all_rules_are_shown_but_names_that_compute_nothing(place: Path, capsys:
     (place / "autoamp.toml").write_text(text, encoding="utf-8")
     policies = {}
     for dtype in ("fp16", "bf16"):
-        assert autoamp_command.main(["lists", "--dtype", dtype, "--device-type", "cpu"]) == 0
+        assert main(["lists", "--dtype", dtype, "--device-type", "cpu"]) == 0
         shown = capsys.readouterr().out.splitlines()
         policies[dtype] = dict(line.split()[:2] for line in shown[: shown.index("[modules]")] if line)
         assert not {"Optional", "__dir__"} & policies[dtype].keys()
@@ -99,7 +99,7 @@ def test_all_rules_are_shown_but_names_that_compute_nothing(place: Path, capsys:
 
 def test_doctor_names_a_broken_list_and_tells_the_rest(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "autoamp.toml").write_text('schema = 1\nfp32 = ["sofmax"]\n', encoding="utf-8")
-    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu"]) == 1
+    assert main(["doctor", "--quick", "--device-type", "cpu"]) == 1
     out = capsys.readouterr().out
     headings = [line for line in out.splitlines() if line and not line.startswith(" ")]
     assert headings == ["Packages", "Device", "Lists"]
@@ -110,7 +110,7 @@ def test_doctor_names_a_broken_list_and_tells_the_rest(place: Path, capsys: pyte
 
 def test_doctor_shows_rules_on_modules(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "autoamp.toml").write_text('schema = 1\n[modules]\n"*.head" = "fp32"\n', encoding="utf-8")
-    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu"]) == 0
+    assert main(["doctor", "--quick", "--device-type", "cpu"]) == 0
     assert f"[modules]      *.head: fp32 ({place / 'autoamp.toml'}:3)" in capsys.readouterr().out
 
 
@@ -155,7 +155,7 @@ def test_doctor_compares_the_paths_of_a_model(
     # The default compiles C++.
     monkeypatch.setattr(Handle, "consistency", functools.partialmethod(Handle.consistency, backend=None))
     asked = f"of_{name}:{name}"
-    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu", "--consistency", asked]) == code
+    assert main(["doctor", "--quick", "--device-type", "cpu", "--consistency", asked]) == code
     told = capsys.readouterr().out.partition(f"Consistency of {asked}\n")[2].splitlines()
     assert told[0].startswith(f"  no_grad: {first}")
     assert len([line for line in told if line]) == 7
@@ -175,7 +175,7 @@ def test_doctor_says_what_is_wrong_with_the_function(
 ) -> None:
     (place / "of_errors.py").write_text(_MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(str(place))
-    assert autoamp_command.main(["doctor", "--quick", "--device-type", "cpu", "--consistency", name]) == 2
+    assert main(["doctor", "--quick", "--device-type", "cpu", "--consistency", name]) == 2
     said = capsys.readouterr().err
     assert f"--consistency {name}: " in said
     assert message in said

@@ -1,30 +1,21 @@
-"""Patches torch in each Python process with `AUTOAMP=1` in its environment, once torch is imported.
-
-`autoamp.pth` imports this at the start of the process. Nothing happens in a process that does not import torch.
-"""
+"""Patches torch in a process with `AUTOAMP=1` in its environment. `autoamp.pth` calls this once torch is imported."""
 
 from __future__ import annotations
 
 import os
-import sys
-from types import ModuleType
 
-import wrapt
+from autoamp.cli.output import say
+from autoamp.cli.run import set_up_child
+from autoamp.errors import AutoampError, UsageError
 
-__all__: list[str] = []
+__all__ = ["set_up"]
 
 # `AUTOAMP_LISTS` is read wherever lists are.
 _VARIABLES = {f"AUTOAMP_{name.upper()}": name for name in ("dtype", "device_type", "opt_level", "loss_scale")}
 
 
-def _set_up(_: ModuleType) -> None:
-    # A program that imports autoamp before torch sets it up itself; so does the command `autoamp`.
-    if "autoamp" in sys.modules:
-        return
-    from autoamp.cli.output import say
-    from autoamp.cli.run import set_up_child
-    from autoamp.errors import AutoampError, UsageError
-
+def set_up() -> None:
+    """Patch torch as the environment says. An invalid variable ends the process with exit code 2."""
     given = {variable: value for variable in _VARIABLES if (value := os.environ.get(variable))}
     switch = os.environ["AUTOAMP"]
     try:
@@ -36,6 +27,3 @@ def _set_up(_: ModuleType) -> None:
         say(f"{error}; the environment has {variables}", wrong=True)
         # As the command does. A program that could catch this would go on in another precision.
         raise SystemExit(2) from None
-
-
-wrapt.register_post_import_hook(_set_up, "torch")

@@ -1,0 +1,39 @@
+"""`import autoamp` by itself imports nothing; the names come when they are asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import autoamp
+from autoamp import exports, runtime
+from tests.launches import environment
+
+PROBE = """
+import sys
+import autoamp, autoamp.cli
+print(autoamp.__version__, "torch" in sys.modules, hasattr(autoamp, "__wrapped__"), "torch" in sys.modules)
+from autoamp import errors, init
+print(init is autoamp.runtime.init, errors is autoamp.errors, "torch" in sys.modules, vars(autoamp)["init"] is init)
+from autoamp import *
+print(region is autoamp.region, autoamp.optimizers.FusedAdam.__name__)
+"""
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == [
+        f"{autoamp.__version__} False False False", "True True True True", "True FusedAdam",
+    ]  # fmt: skip
+
+
+def test_names_are_those_of_the_packages() -> None:
+    assert autoamp.init is runtime.init
+    assert {"__version__", *exports.__all__} <= set(dir(autoamp))
+    with pytest.raises(AttributeError, match="module 'autoamp' has no attribute 'intialize'"):
+        autoamp.intialize  # noqa: B018
+    with pytest.raises(ImportError, match="intialize"):
+        from autoamp import intialize  # noqa: F401
