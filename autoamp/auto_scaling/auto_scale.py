@@ -211,9 +211,6 @@ class AutoScale:
             self._yielded_to = whom
             log.info("the program uses %s: autoamp does not scale its losses", whom)
 
-    # The names of version 0.1.
-    standing_aside, stand_aside = yielded_to, yield_to
-
     def _afterwards(self, original: Any, notice: Callable[[Any], None]) -> Any:
         def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self_, *args, **kwargs)

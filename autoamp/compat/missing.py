@@ -32,9 +32,10 @@ REMEDIES = {
     "apex.amp._initialize": "call apex.amp.initialize, which does the whole of it",
     "apex.amp._process_optimizer": "call apex.amp.initialize, which prepares the optimizers; "
     "apex.amp.master_params gives what they step",
+    "apex.amp.opt": "call handle.wrap_optimizer(optimizer, num_loss)",
     "apex.amp.rnn_compat": "recurrent layers follow the lists by themselves; nothing need be called",
     "apex.amp.scaler": "use apex.amp.scaler.LossScaler, or autoamp.DynamicLossScaler",
-    "apex.amp.utils": "casts of parameters are cached by the handle; nothing need be called",
+    "apex.amp.utils": "casts are cached by the handle, and tensor.half() and torch.is_floating_point do the rest",
     "apex.amp.wrap": "register the function: apex.amp.register_half_function(module, name), register_float_function or "
     "register_promote_function; a list set bans functions",
     "apex.contrib.bottleneck": "use torchvision.models.resnet.Bottleneck, under torch.compile",
