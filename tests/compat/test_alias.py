@@ -83,7 +83,6 @@ def test_specs_while_installed_and_not_otherwise(apex: Any) -> None:
         ("from apex.contrib.sparsity import permutation_lib", "semi_structured"),
         ("import apex.pyprof.prof", "torch.profiler"), ("from apex.contrib.fmha import FMHA", "scaled_dot_product"),
         ("from apex.amp.wrap import cached_cast", "register_half_function"), ("from amp_C import nope", "_foreach"),
-        ("from apex.amp.opt import OptimWrapper", "wrap_optimizer"), ("import apex.amp.opt", "wrap_optimizer"),
         ("import apex.contrib.cudnn_gbn", "SyncBatchNorm"), ("from apex.RNN.RNNBackend import RNNCell", "LSTM"),
         ("from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam", "ZeroRedundancyOptimizer"),
         ("from apex.contrib.optimizers import DistributedFusedLAMB", "ZeroRedundancyOptimizer"),

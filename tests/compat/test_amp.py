@@ -646,6 +646,7 @@ def test_functions_that_programs_import(apex: Any) -> None:
 
     assert utils.is_fp_tensor([torch.ones(1), (torch.ones(1),)])
     assert not utils.is_fp_tensor([torch.ones(1), torch.ones(1, dtype=torch.int64)])
+    assert utils.maybe_half(torch.ones(1)).dtype is torch.float32  # on a CPU Apex leaves tensors alone
     assert compat.filter_attrs(torch, ["mm", "nope"]) == ["mm"]
     assert not rnn_compat.has_old_rnns()
 
@@ -668,6 +669,21 @@ def test_lists_that_a_program_changes_take_effect(apex: Any, way: str) -> None:
     assert half.exp().dtype is torch.float32
     assert half.mul(2).dtype is torch.float32
     assert half_product().dtype is HALF
+
+
+def test_optim_wrapper(apex: Any) -> None:
+    handle = apex.amp.init()
+    model = net()
+    optimizer = apex.amp.opt.OptimWrapper(sgd(model), handle, 2)
+    for _ in range(2):
+        with optimizer.scale_loss(model(data()).square().mean()) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len(optimizer.param_groups) == 1
+    assert len(apex.amp._amp_state.loss_scalers) == 2
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: 0)
 
 
 def test_scheduler_from_before_initialize(apex: Any) -> None:

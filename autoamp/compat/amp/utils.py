@@ -1,13 +1,17 @@
-"""The functions of `apex.amp.utils`, `.compat` and `.rnn_compat` that public programs import."""
+"""What programs import from `apex.amp.utils`, `.compat`, `.opt` and `.rnn_compat`."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["filter_attrs", "has_old_rnns", "is_fp_tensor"]
+from autoamp.errors import UsageError
+from autoamp.tensors import map_tensors
+
+__all__ = ["OptimWrapper", "filter_attrs", "has_old_rnns", "is_fp_tensor", "maybe_float", "maybe_half"]
 
 
 def is_fp_tensor(value: Any) -> bool:
@@ -25,3 +29,48 @@ def has_old_rnns() -> bool:
 def filter_attrs(module: Any, names: Sequence[str]) -> list[str]:
     """Return those of ``names`` that are attributes of a module."""
     return [name for name in names if hasattr(module, name)]
+
+
+def maybe_half(value: Any, name: str = "", verbose: bool = False) -> Any:
+    """Return a value with the floating CUDA tensors in it cast to fp16; the last two arguments have no effect."""
+    return map_tensors(value, lambda tensor: tensor.half() if tensor.is_cuda and tensor.is_floating_point() else tensor)
+
+
+def maybe_float(value: Any, name: str = "", verbose: bool = False) -> Any:
+    """Return a value with the floating CUDA tensors in it cast to fp32; the last two arguments have no effect."""
+    return map_tensors(
+        value, lambda tensor: tensor.float() if tensor.is_cuda and tensor.is_floating_point() else tensor
+    )
+
+
+class OptimWrapper:
+    """An optimizer with a ``scale_loss`` of its own, as ``handle.wrap_optimizer`` returned it in Apex.
+
+    Args:
+        optimizer: Any optimizer.
+        amp_handle: The handle of ``amp.init``.
+        num_loss: How many losses there are between two steps.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int = 1) -> None:
+        self._optimizer = amp_handle.wrap_optimizer(optimizer, num_loss)
+
+    def scale_loss(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; the first call of a step is the first loss, and so on."""
+        return self._optimizer.scale_loss(loss)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer.
+
+        Raises:
+            UsageError: A closure is given. It might be evaluated any number of times, so which of its losses has which
+                scaler is not known.
+        """
+        if closure is not None:
+            raise UsageError("a wrapped optimizer takes no closure; use handle.scale_loss within the closure instead")
+        return self._optimizer.step()

@@ -22,9 +22,11 @@ from . import (
     frontend,
     handle,
     lists,
+    opt,
     rnn_compat,
     scaler,
     utils,
+    wrap,
 )
 
 # The object, as Apex had it; the module of the same name is imported by its full path.

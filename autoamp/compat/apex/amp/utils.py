@@ -1,3 +1,3 @@
 """The tree's `apex.amp.utils`."""
 
-from autoamp.compat.amp.utils import is_fp_tensor
+from autoamp.compat.amp.utils import is_fp_tensor, maybe_float, maybe_half

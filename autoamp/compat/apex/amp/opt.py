@@ -1,0 +1,3 @@
+"""The tree's `apex.amp.opt`."""
+
+from autoamp.compat.amp.utils import OptimWrapper
