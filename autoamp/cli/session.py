@@ -26,7 +26,7 @@ from autoamp.levels import check_level
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.rules import CastTable, package_tables
-from autoamp.runtime import BaseHandle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
+from autoamp.runtime import BaseHandle, Handle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
 
 __all__ = ["Run", "set_up"]
@@ -139,7 +139,7 @@ class Run:
 
     def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:
         """Call a function with the handle, and with each later one. Returns a function that stops this."""
-        if self.handle.settings.enabled:
+        if isinstance(self.handle, Handle):
             act(self.handle)
         runtime.activated.append(act)
         return lambda: runtime.activated.remove(act)
@@ -202,7 +202,7 @@ class Run:
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return the report of the run up to now."""
-        now = runtime_of(self._now)
+        now, casts_some = runtime_of(self._now), isinstance(self._now, Handle)
         self._listening.close()
         counts = sum_of(self._counts) if self._counts else None
         scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
@@ -210,8 +210,8 @@ class Run:
         return Report(
             program=program,
             opt_level=now.settings.opt_level or self.options.opt_level,
-            device_type=now.settings.device_type if now.settings.enabled else None,
-            dtype=self._dtype(now, own) if now.settings.enabled else None,
+            device_type=now.settings.device_type if casts_some else None,
+            dtype=self._dtype(now, own) if casts_some else None,
             ops=None if counts is None else counts.by_dtype(),
             casts=None if counts is None else _by_target(counts.casts),
             functions=None if counts is None else counts.ops,
@@ -226,7 +226,7 @@ class Run:
             masters=now.optimizers.has_masters,
             rank=_rank_variable("RANK"),
             ranks=_rank_variable("WORLD_SIZE"),
-            lists=_lists_in_force(now.settings.table) if now.settings.enabled else [],
+            lists=_lists_in_force(now.settings.table) if casts_some else [],
             folder=self._folder,
             memory=self._memory,
             peak_rss=peak_rss(),

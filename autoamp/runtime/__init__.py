@@ -16,7 +16,8 @@ from autoamp.runtime.api import (
     register_promote_function,
 )
 from autoamp.runtime.events import activated, suspended
-from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
+from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
+from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import OnNonfinite, Settings, check_device, device_type_of
 

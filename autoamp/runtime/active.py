@@ -46,7 +46,7 @@ class ActiveHandles:
     def base(self) -> BaseHandle | None:
         """The handle outside of regions: an active one, or the disabled one of ``enabled=False``; else None."""
         handle = self._base
-        return handle if handle is not None and (handle.is_active() or not handle.settings.enabled) else None
+        return handle if handle is not None and (handle.is_active() or not isinstance(handle, Handle)) else None
 
     def put_base(self, handle: BaseHandle | None) -> None:
         """Make ``handle`` the one outside of regions, and deactivate the one before. On an error nothing changes.

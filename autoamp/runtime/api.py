@@ -17,7 +17,8 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
-from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
+from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
+from autoamp.runtime.no_op import NoOpHandle
 from autoamp.runtime.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
@@ -99,7 +100,7 @@ def init(
         return nothing
     with handles.lock:
         base = handles.base
-        if base is not None and base.settings == settings:
+        if isinstance(base, Handle) and base.settings == settings:
             return base
         handle = Handle(settings)
         handles.put_base(handle)
@@ -145,8 +146,9 @@ class Region:
         with contextlib.ExitStack() as block:
             if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):
                 block.enter_context(disable_casts())
-                handle = handles.handle or NoOpHandle()
-                if not handle.settings.enabled:
+                handle: BaseHandle | None = handles.handle
+                if handle is None:
+                    handle = NoOpHandle()
                     block.callback(handle.deactivate)
             else:
                 handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))

@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastCache
@@ -34,13 +32,13 @@ from autoamp.diagnostics import (
 from autoamp.errors import UsageError, kind_of
 from autoamp.kernels import Backend, backend
 from autoamp.modules import Override
-from autoamp.rules import CastRule, CastTable
+from autoamp.rules import CastRule
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import clip_grad_norm_, listed, stepped_params, wrap_optimizer
+from autoamp.stepping import clip_grad_norm_, listed, wrap_optimizer
 
-__all__ = ["BaseHandle", "Handle", "NoOpHandle", "Precision", "runtime_of"]
+__all__ = ["BaseHandle", "Handle", "Precision", "runtime_of"]
 
 Precision = Literal["fp32", "fp16", "none"]
 """What `override` runs a module in."""
@@ -69,8 +67,6 @@ class BaseHandle:
     def __repr__(self) -> str:
         """Tell what it casts, where, by which lists, and how training goes."""
         settings, scalers = self.settings, self._runtime.optimizers.scalers
-        if not settings.enabled:
-            return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"
         # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
         scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
         lists = sorted({rule.origin.path for rule in settings.table.rules})
@@ -199,8 +195,7 @@ class BaseHandle:
         """
         run = self._active_runtime
         if run.recording is None or not run.recording.active:
-            run.recording = Recording(run, sample=sample)
-            (run.recording.start if self.settings.enabled else run.recording.stop)()
+            run.recording = Recording(run, sample=sample).start()
         return run.recording
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -213,8 +208,6 @@ class BaseHandle:
         Raises:
             UsageError: Nothing was recorded, Jinja2 is not installed for a page, or the file cannot be written.
         """
-        if not self.settings.enabled:
-            return {}
         found = report_of(self._runtime)
         if path is not None:
             write_report(path, found)
@@ -265,7 +258,7 @@ class BaseHandle:
         check = ConsistencyCheck(
             model, inputs, named_inputs, run.observation, run.precisions, run.overflows, self.inference
         )
-        return check.run(run.observe, backend)
+        return check.run(self.observe, backend)
 
     # -- casts --
 
@@ -347,8 +340,7 @@ class BaseHandle:
     @property
     def backend(self) -> Backend:
         """What computes optimizer steps on this handle's device type: compiled kernels, or torch's own functions."""
-        settings = self.settings
-        return backend(settings.device_type) if settings.enabled else Backend("cpu", False, "autoamp is not enabled")
+        return backend(self.settings.device_type)
 
     @property
     def loss_scale(self) -> float:
@@ -384,7 +376,7 @@ class BaseHandle:
         # Waits for the device: only then scalers know of the last steps.
         skipped = counts.all_skipped
         # Scalers of a handle that guards no optimizer say nothing.
-        ours = run.optimizers.scalers if self.settings.enabled and (counts.own is None or counts.steps) else []
+        ours = run.optimizers.scalers if counts.own is None or counts.steps else []
         scalers = [*ours, *(() if counts.own is None else counts.own.losses)]
         return {
             "loss_scale": counts.loss_scale(self.loss_scale),
@@ -414,8 +406,6 @@ class BaseHandle:
         Raises:
             UsageError: The writer has neither method, or ``every`` is not a whole number of 1 or more.
         """
-        if not self.settings.enabled:
-            return lambda: None
         if not is_count(every, 1):
             raise UsageError(f"every={every!r} must be a whole number of 1 or more")
         if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
@@ -446,11 +436,7 @@ class BaseHandle:
         Raises:
             UsageError: One of them cannot be called like this.
         """
-        run = self._runtime
-        end = run.followers.follow(followers)
-        if not self.settings.enabled and run.step_hook is None:
-            run.step_hook = register_optimizer_step_post_hook(lambda *_: run.followers.stepped(lambda: False))
-        return end
+        return self._runtime.followers.follow(followers)
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
         """Compute a loss and its gradients, and return the first overflow.
@@ -471,8 +457,6 @@ class BaseHandle:
                 or calls an optimizer.
         """
         run = self._active_runtime
-        if not self.settings.enabled:
-            return None
         return run.overflows.explain_loss(step_fn, run.optimizers.counts.loss_scale(self.loss_scale))
 
     @property
@@ -509,8 +493,6 @@ class BaseHandle:
         """
         guarded = self._active_runtime.optimizers
         scalers = guarded.loss_scalers
-        if not self.settings.enabled:
-            return contextlib.nullcontext(loss)
         if scalers.with_own():
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
         return guarded.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
@@ -534,11 +516,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
-        guarded = self._active_runtime.optimizers
-        if not self.settings.enabled:
-            params = [param for optimizer in listed(optimizers) for param in stepped_params(optimizer)]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        return clip_grad_norm_(guarded, optimizers, max_norm, norm_type)
+        return clip_grad_norm_(self._active_runtime.optimizers, optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
         """Let all ranks of a process group skip the same steps and keep equal loss scales.
@@ -556,8 +534,6 @@ class BaseHandle:
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
-        if not self.settings.enabled:
-            return
         named = None if optimizers is None else listed(optimizers)
         self._runtime.optimizers.asked.put(RequestedGroup.of(group, replicas), named)
 
@@ -577,9 +553,6 @@ class BaseHandle:
             UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
         """
         guarded = self._active_runtime.optimizers
-        if not self.settings.enabled:
-            optimizer.scale_loss = lambda loss, delay_unscale=False: contextlib.nullcontext(loss)
-            return optimizer
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
@@ -599,7 +572,7 @@ class BaseHandle:
             UsageError: The handle is not active, or its optimizers step master weights.
         """
         run = self._active_runtime
-        if self.settings.enabled and not run.auto_scaling.active:
+        if not run.auto_scaling.active:
             run.auto_scaling.start()
         return run.auto_scaling
 
@@ -612,7 +585,7 @@ class BaseHandle:
         is disabled.
         """
         optimizers = self._runtime.optimizers
-        return {} if not self.settings.enabled else optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
+        return optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of ``state_dict``: all of it, or nothing after an error. A disabled handle ignores it.
@@ -623,19 +596,11 @@ class BaseHandle:
         Raises:
             CheckpointError: A key is missing, unknown or of the wrong type. The message names it.
         """
-        if self.settings.enabled:
-            self._runtime.optimizers.load_state_dict(state)
+        self._runtime.optimizers.load_state_dict(state)
 
 
 class Handle(BaseHandle):
     """An enabled handle: ``isinstance(handle, autoamp.Handle)`` is true if autoamp casts."""
-
-
-class NoOpHandle(BaseHandle):
-    """The handle that ``init(enabled=False)`` returns. It casts nothing and scales nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0, enabled=False))
 
 
 def runtime_of(handle: BaseHandle) -> Runtime:

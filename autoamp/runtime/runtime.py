@@ -54,7 +54,6 @@ class Runtime:
         counts: What `Handle.count` began last; None before.
         followers: Functions that are called after steps of guarded optimizers.
         auto_scaling: What `Handle.auto_scale` starts.
-        step_hook: Calls the followers of a disabled handle, once it has some.
     """
 
     def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
@@ -72,7 +71,6 @@ class Runtime:
         self.counts: Counts | None = None
         self.recording: Recording | None = None
         self.ended = False
-        self.step_hook: Any = None
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def _casts_for(self, settings: Settings, on: bool) -> Casts:
@@ -107,8 +105,8 @@ class Runtime:
         return self.optimizers.casts
 
     def check_active(self) -> None:
-        """Raise `UsageError` where the patches are not in place, though the settings ask for them."""
-        if self.settings.enabled and not self.patched.in_place:
+        """Raise `UsageError` where the patches are not in place."""
+        if not self.patched.in_place:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
@@ -135,9 +133,6 @@ class Runtime:
         """
         foreign = self._end_diagnostics()
         self.ended = True
-        if self.step_hook is not None:
-            self.step_hook.remove()
-            self.step_hook = None
         self.precisions.undo_all()
         self.optimizers.release()
         self.models.restore()
@@ -187,8 +182,6 @@ class Runtime:
         self.check_active()
         if not isinstance(observer, Observer):
             raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
-        if not self.settings.enabled:
-            return Watch(observer.ended)
         self.observation.add(observer)
         if len(self.observation.observers) == 1:
             self.patched.patch_anew()

@@ -41,7 +41,6 @@ class Settings:
     capsule: str | Path | None = None
     on_nonfinite: OnNonfinite = "warn"
     opt_level: str | None = None
-    enabled: bool = True
 
     @classmethod
     def of(

@@ -52,7 +52,7 @@ def test_bf16_is_the_default_where_the_gpu_has_units_for_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     run = set_up(Options(device_type="cuda"))
-    assert (run.handle.settings.dtype if run.handle.settings.enabled else None) is dtype
+    assert (run.handle.settings.dtype if isinstance(run.handle, autoamp.Handle) else None) is dtype
     assert run.options.opt_level == ("O0" if dtype is None else "O1")
     # Apex knew fp16 alone.
     assert alias_options().dtype is torch.float16
