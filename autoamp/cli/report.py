@@ -13,6 +13,8 @@ from autoamp.modules import AUTOCAST
 
 __all__ = ["Report"]
 
+_SUMMED = ("steps", "skipped", "nonfinite", "lost_params", "half_params")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -42,6 +44,8 @@ class Report:
         lists: The files of the lists in force, later ones over earlier ones; empty where no list casts.
         folder: The folder in which the run began.
         memory: The result of `keep_freed_memory`; None if it was not called.
+        half_losses: What was lost in half precision without an inf, a row for each.
+        lost_params, half_params: How many parameters lost updates, of how many half ones that optimizers step.
         peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
         rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
     """
@@ -72,6 +76,9 @@ class Report:
     ranks: int | None = None
     lists: list[str] = field(default_factory=list)
     folder: str = field(default_factory=os.getcwd)
+    half_losses: list[dict[str, Any]] = field(default_factory=list)
+    lost_params: int = 0
+    half_params: int = 0
     memory: str | None = None
     peak_rss: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
@@ -94,7 +101,8 @@ class Report:
         return replace(
             main,
             **{name: getattr(self, name) for name in ("program", "seconds", "exit_code", "rank", "ranks")},
-            **{name: sum(getattr(one, name) for one in everyone) for name in ("steps", "skipped", "nonfinite")},
+            **{name: sum(getattr(one, name) for one in everyone) for name in _SUMMED},
+            half_losses=[loss for one in everyone for loss in one.half_losses],
             ops=_sum(one.ops for one in everyone),
             casts=_sum(one.casts for one in everyone),
             functions=_sums(one.functions for one in everyone),
@@ -112,14 +120,18 @@ class Report:
         return self.exit_code == 2 and self.is_idle
 
     def summary(self) -> str:
-        """Return the result as text: a line, and one for each rule that had no effect."""
+        """Return the result as text: a line, one for each rule that had no effect, one for what half precision lost."""
         if self.dtype is None:
             parts = [self._why_no_casts()]
         else:
             parts = [*self._casts(), *self._counts(), *self._parameters(), *self._scaling()]
         parts += [*self._memory(), *self._lists()]
         unmatched = () if self.casts_left_to is not None else self.unmatched.values()
-        lines = ["; ".join([*parts, f"{self.seconds:.1f} s"]), *(f"no effect: {why}" for why in unmatched)]
+        lines = [
+            "; ".join([*parts, f"{self.seconds:.1f} s"]),
+            *(f"no effect: {why}" for why in unmatched),
+            *self._losses(),
+        ]
         return "\n".join(f"autoamp: {line}" for line in lines)
 
     def _counts(self) -> list[str]:
@@ -183,6 +195,13 @@ class Report:
         else:
             steps = bad or ["losses are not scaled, as no optimizer was seen"]
         return [*left, *unused, *steps]
+
+    def _losses(self) -> list[str]:
+        """Return what was lost in half precision without an inf, in one line."""
+        updates = f"updates lost in {self.lost_params} of {self.half_params} parameters"
+        kinds = dict.fromkeys(loss["kind"] for loss in self.half_losses)
+        lost = "; ".join(updates if kind == "updates" else f"{kind} rounded" for kind in kinds)
+        return [f"{lost} (see docs/diagnostics.md, losses without an inf)"] if lost else []
 
     def _memory(self) -> list[str]:
         freed = "" if self.memory is None else f", freed memory {self.memory}"

@@ -19,7 +19,7 @@ from autoamp import runtime
 from autoamp.cli.options import DTYPES, Options, loss_scale_of
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
-from autoamp.diagnostics import Counts, sum_of
+from autoamp.diagnostics import Counts, HalfLosses, sum_of
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import check_level
@@ -130,9 +130,15 @@ class Run:
         # Steps and skips that are not this process's: those of the parent before it forked.
         self._inherited = (0, 0)
         self._parameters: dict[str, int] | None = None
+        self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
         if count:
             self._listening.callback(self.follow(self._count))
+        if count or record:
+            # Not the handle's own: half models are also trained where there is none.
+            self._half_losses.start()
+            self._listening.callback(self._half_losses.stop)
+            self._listening.callback(self.follow(self._lend_half_losses))
         if options.capsule is not None:
             self._listening.callback(self.follow(self._check_capsule))
         self._stop_recording = self.follow(lambda made: made.record(sample=sample)) if record else None
@@ -171,6 +177,9 @@ class Run:
             self._counts.append(counts)
         self._note_parameters(handle)
 
+    def _lend_half_losses(self, handle: BaseHandle) -> None:
+        runtime_of(handle).half_losses = self._half_losses
+
     def _check_capsule(self, handle: BaseHandle) -> None:
         folder = self.options.capsule
         if handle.settings.capsule is None:
@@ -183,6 +192,7 @@ class Run:
         """Reset what is counted in a fork, since its parent has it."""
         for counts in self._counts:
             counts.reset()
+        self._half_losses.reset()
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
         done = now.optimizers.counts
@@ -228,6 +238,9 @@ class Run:
             ranks=_rank_variable("WORLD_SIZE"),
             lists=_lists_in_force(now.settings.table) if casts_some else [],
             folder=self._folder,
+            half_losses=self._half_losses.rows,
+            lost_params=len(self._half_losses.lost),
+            half_params=len(self._half_losses.seen),
             memory=self._memory,
             peak_rss=peak_rss(),
         )

@@ -8,6 +8,7 @@ from autoamp.diagnostics.consistency import ComparedPath, Consistency, Consisten
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents
+from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.nonfinite import NonFiniteStep, NonFiniteSteps
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
@@ -44,6 +45,7 @@ __all__ = [
     "Explanation",
     "Exponents",
     "Followers",
+    "HalfLosses",
     "HalfPrecisionOp",
     "NonFiniteStep",
     "NonFiniteSteps",

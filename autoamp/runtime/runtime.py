@@ -15,6 +15,7 @@ from autoamp.diagnostics import (
     CapsuleWriter,
     Counts,
     Followers,
+    HalfLosses,
     NonFiniteSteps,
     Observation,
     Observer,
@@ -50,6 +51,7 @@ class Runtime:
         observation: The observers of patched functions.
         nonfinite: Checks steps without a loss scale.
         overflows: Explains skipped steps, all of them with ``trace_overflow=True``.
+        half_losses: Looks for losses that make no inf, for more than this handle; None where a recording makes its own.
         recording: What `Handle.record` began last; None before.
         counts: What `Handle.count` began last; None before.
         followers: Functions that are called after steps of guarded optimizers.
@@ -69,6 +71,7 @@ class Runtime:
         self.patched = PatchedTorch(self)
         self.auto_scaling = AutoScale(self.optimizers)
         self.counts: Counts | None = None
+        self.half_losses: HalfLosses | None = None
         self.recording: Recording | None = None
         self.ended = False
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoamp.stepping.attach import (
     ScalesItself,
     is_optimizer,
+    living_modules,
     living_optimizers,
     named_params,
     refuse_unguardable,
@@ -43,6 +44,7 @@ __all__ = [
     "fit_state",
     "is_optimizer",
     "listed",
+    "living_modules",
     "living_optimizers",
     "load_master",
     "master_of",

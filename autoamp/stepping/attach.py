@@ -25,6 +25,7 @@ __all__ = [
     "guard_before",
     "has_other_guard",
     "is_optimizer",
+    "living_modules",
     "living_optimizers",
     "named_params",
     "refuse_unguardable",
@@ -184,13 +185,18 @@ def living_optimizers() -> list[torch.optim.Optimizer]:
     return [found for found in living if "param_groups" in vars(found) and not isinstance(found, ScalesItself)]
 
 
+def living_modules() -> list[torch.nn.Module]:
+    """Return the modules that live, as far as the garbage collector tells."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+
+
 def _same(value: Any) -> Any:
     return value
 
 
 def _names_in_live_modules() -> dict[int, str]:
     """Return the names that living modules give to parameters, from modules that are no other's child."""
-    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    modules = living_modules()
     names: dict[int, str] = {}
     children: set[int] = set()
     # A module that is half built answers nothing, and must not hide the error that names are looked for.

@@ -38,8 +38,9 @@ def report_of(handle: Any) -> dict[str, Any]:
         handle: The `Runtime` of the run.
 
     Returns:
-        ``schema``, ``kind``, ``dtype``, ``device_type``, ``verdict``, ``faults``, ``nonfinite_steps``, ``remedies``,
-        ``timeline``, ``skips``, ``samples``, ``trace``, ``values``, ``lists``, ``coverage`` and ``versions``.
+        ``schema``, ``kind``, ``dtype``, ``device_type``, ``verdict``, ``faults``, ``nonfinite_steps``, ``half_losses``,
+        ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``, ``values``, ``lists``, ``coverage`` and
+        ``versions``.
 
     Raises:
         UsageError: Nothing was recorded.
@@ -60,6 +61,7 @@ def report_of(handle: Any) -> dict[str, Any]:
         "nonfinite_steps": {
             "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
         },
+        "half_losses": recording.half_losses.rows,
         "remedies": remedies([*faults, *skips["groups"]], settings.table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
@@ -166,8 +168,11 @@ def _verdict(
         sentence += f"; {unchecked or 'no forward overflow'}"
     if not handle.optimizers.loss_scalers.has_dynamic:
         sentence += "; the loss scale is fixed"
+    losses = recording.half_losses.rows
+    if losses:
+        sentence += f"; {losses[0]['sentence']}"
     unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]
-    return {"sentence": sentence, "level": "bad" if faults or located else "unclear" if unclear else "good"}
+    return {"sentence": sentence, "level": "bad" if faults or located or losses else "unclear" if unclear else "good"}
 
 
 def _unchecked(handle: Any, compared: int) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.observer import Watch
 from autoamp.diagnostics.report.sampling import Samples
 from autoamp.diagnostics.report.step_check import StepCheck
@@ -31,6 +32,7 @@ class Recording(Watch):
         skips: The step, the scale and the `Overflow` of each skip; None for a skip that was not explained.
         samples: Casts and values of some steps.
         check: Comparisons of some steps with fp32.
+        half_losses: What half precision lost without an inf.
     """
 
     def __init__(self, handle: Any, *, sample: bool = True) -> None:
@@ -40,6 +42,7 @@ class Recording(Watch):
         self.skips: list[tuple[int, float, Overflow | None]] = []
         self.samples = Samples(handle)
         self.check = StepCheck(handle)
+        self.half_losses: HalfLosses = handle.half_losses or HalfLosses()
         self._handle = handle
         self._sample = sample
         self._skipped_before = handle.optimizers.counts.all_skipped
@@ -55,6 +58,9 @@ class Recording(Watch):
         if self._sample:
             stack.enter_context(self._handle.observe(self.samples))
             self.samples.await_step(0)
+            if not self.half_losses.active:
+                self.half_losses.start()
+                stack.callback(self.half_losses.stop)
         self.scales.append((0, self._scale()))
         return self
 

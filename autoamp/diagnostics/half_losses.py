@@ -1,0 +1,270 @@
+"""Losses of half precision that make no inf: swallowed updates, rounded optimizer state, gradients summed in half.
+
+They are looked for in steps 1, 4, 16, 64 and so on of each optimizer of torch's class. Other steps cost two calls in
+Python. No result changes, and each kind of loss is told once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoamp.diagnostics import half_samples
+from autoamp.errors import warn_user
+from autoamp.patching import PatchSet, imitate
+from autoamp.stepping import named_params
+from autoamp.tensors import dtype_name
+from autoamp.torch_private import undisturbed
+
+__all__ = ["HalfLosses"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+# A sum of 16 gradients in bf16 is off by 0.2 % as a rule, and by 6 % where the later ones are swallowed.
+_LOST_OF_SUM = 0.01
+# Below this part of its highest learning rate an optimizer has all but ended.
+_LOW_LR = 0.1
+
+_MASTERS = 'Keep fp32 master weights (opt_level="O2" or FP16_Optimizer)'
+_REMEDIES = {
+    "updates": f"{_MASTERS}, or use an optimizer with stochastic rounding (torchao.optim, bf16_stochastic_round=True) "
+    "or Kahan summation (optimi, kahan_sum=True)",
+    "optimizer state": f"{_MASTERS}, whose state stays fp32, or copy the fp32 tensors into optimizer.state afterwards",
+    "gradient sums": 'Use opt_level="O2", which sums the gradients of a step in fp32',
+    "buffer counts": "Make the buffer an integer tensor: no opt level casts those",
+}
+
+
+@dataclass
+class _Steps:
+    """The steps of one optimizer.
+
+    Attributes:
+        count: How many began.
+        closure: Whether the running one has a closure.
+        sample: Of the step that runs, if that is sampled.
+        earlier: The sample before it.
+        sums: Those of the coming step, if that is to be sampled.
+        saved: What was loaded, until it is compared.
+        buffers: The values of half buffers at the samples.
+        rates: The highest and the last learning rate of each group, as far as they were sampled.
+    """
+
+    count: int = 0
+    closure: bool = False
+    sample: half_samples.UpdateSample | None = None
+    earlier: half_samples.UpdateSample | None = None
+    sums: Sequence[half_samples.GradientSum] = ()
+    saved: half_samples.SavedState = ()
+    buffers: half_samples.BufferValues = field(default_factory=weakref.WeakKeyDictionary)
+    rates: dict[int, tuple[float, float]] = field(default_factory=dict)
+
+
+class HalfLosses:
+    """Looks for losses of half precision from `start` to `stop`, in all optimizers of torch's class in the process.
+
+    Attributes:
+        active: Whether it looks.
+        lost: The ids of the half parameters that lost updates.
+        seen: The ids of all half parameters that were looked at.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._stack = contextlib.ExitStack()
+        self._steps: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was found."""
+        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.lost: set[int] = set()
+        self.seen: set[int] = set()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """What was found as plain values, the last of each kind, optimizer and group.
+
+        ``kind`` is ``"updates"``, ``"optimizer state"``, ``"gradient sums"`` or ``"buffer counts"``. ``step`` is the
+        number of the optimizer's step, from 1, and ``optimizer`` its class. ``group`` is the index of the group, of
+        updates alone. ``sentence`` says what was lost, and ``remedy`` what to do.
+        """
+        return list(self._rows.values())
+
+    def start(self) -> None:
+        """Look at each sampled step from now on."""
+        patches = PatchSet()
+        original = Optimizer.load_state_dict
+        patches.replace(Optimizer, "load_state_dict", imitate(self._around_load(original), original))
+        self._stack.callback(patches.restore)
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self.active = True
+
+    def stop(self) -> None:
+        """Look no more. Does nothing the second time."""
+        self.active = False
+        self._stack.close()
+        for steps in self._steps.values():
+            for one in steps.sums:
+                one.stop()
+        self._steps.clear()
+
+    # -- steps and loads --
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        steps = self._steps.get(optimizer)
+        if steps is None:
+            steps = self._steps[optimizer] = _Steps()
+        steps.count += 1
+        if steps.saved:
+            self._tell(optimizer, steps, _state_losses)
+        if _is_sampled(steps.count):
+            steps.closure = any(map(callable, (*args[1:], *kwargs.values())))
+            self.seen.update(map(id, half_samples.half_params(optimizer)))
+            self._tell(optimizer, steps, _losses_before)
+
+    def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        steps = self._steps.get(optimizer)
+        if steps is None:
+            return
+        if steps.sample is not None:
+            self._tell(optimizer, steps, self._lost_updates)
+        if _is_sampled(steps.count + 1) and not steps.sums:
+            steps.sums = _found(half_samples.sums_of, optimizer)
+
+    def _around_load(self, original: Callable[..., None]) -> Callable[..., None]:
+        def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+            saved = _found(half_samples.fp32_state, optimizer, state_dict)
+            original(optimizer, state_dict)
+            steps = self._steps.setdefault(optimizer, _Steps())
+            steps.saved = saved
+            # What overrides this method may put the state back by itself: then the next step tells.
+            if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+                self._tell(optimizer, steps, _state_losses)
+
+        return load_state_dict
+
+    def _lost_updates(self, optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
+        sample, earlier, steps.sample = steps.sample, steps.earlier, None
+        # An optimizer may step at each so many calls alone, and the first samples are close together.
+        steps.earlier = sample if steps.count > 1 else None
+        steady = {number for number, group in enumerate(optimizer.param_groups) if _is_steady(steps, number, group)}
+        for found in () if sample is None else sample.compare(optimizer, earlier):
+            if found.lost and found.group in steady:
+                self.lost.update(map(id, found.lost))
+                yield _row("updates", optimizer, steps, _sentence_of(optimizer, steps, found), found.group)
+
+    def _tell(
+        self, optimizer: Any, steps: _Steps, look: Callable[[Any, _Steps], Iterator[dict[str, Any]]]
+    ) -> None:  # fmt: skip
+        """Keep what a look finds, and warn of the first of each kind."""
+        for row in _found(look, optimizer, steps):
+            is_known = any(known["kind"] == row["kind"] for known in self._rows.values())
+            self._rows[row["kind"], id(steps), row["group"]] = row
+            if not is_known:
+                warn_user(f"{row['sentence']}. {row['remedy']}")
+
+
+def _found(look: Callable[..., Iterable[_T]], *args: Any) -> list[_T]:
+    """Return what a look finds. Nothing intercepts what it does, and no exception of it ends the program."""
+    found: list[_T] = []
+    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        return found
+    try:
+        with undisturbed():
+            found.extend(look(*args))
+    except Exception:
+        log.debug("a step could not be looked at", exc_info=True)
+    return found
+
+
+def _is_sampled(step: int) -> bool:
+    """Whether the step of this number, from 1, is 1, 4, 16, 64 and so on."""
+    return step.bit_count() == 1 and step.bit_length() % 2 == 1
+
+
+def _is_steady(steps: _Steps, number: int, group: Mapping[str, Any]) -> bool:
+    """Whether the learning rate of a group is neither that of a warm-up nor close to 0, and take note of it."""
+    rate = float(group.get("lr", 1.0))
+    highest, last = steps.rates.get(number, (0.0, 0.0))
+    steps.rates[number] = max(highest, rate), rate
+    return 0.0 < _LOW_LR * highest <= rate <= last
+
+
+# -- what was lost, in rows --
+
+
+def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
+    """Yield what was lost before a sampled step, and take the sample of it."""
+    steps.sample = half_samples.UpdateSample(optimizer, steps.count, closure=steps.closure)
+    sums, steps.sums = steps.sums, ()
+    for lost, one in sorted(((one.stop(), one) for one in sums), key=lambda pair: -pair[0])[:1]:
+        if lost > _LOST_OF_SUM:
+            yield _row(
+                "gradient sums", optimizer, steps,
+                f"{_percent(lost)} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
+                f"backward passes added it up in {dtype_name(one.param.dtype)}, before step {steps.count}",
+            )  # fmt: skip
+    for name, dtype, value in half_samples.stopped_buffers(steps.buffers, steps.count):
+        sentence = f"the {dtype_name(dtype)} buffer {name} stopped counting at {value:g}"
+        yield _row("buffer counts", optimizer, steps, sentence)
+
+
+def _state_losses(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
+    """Yield what a load lost of the state."""
+    saved, steps.saved = steps.saved, ()
+    rounded = list(half_samples.rounded_state(optimizer, saved))
+    if rounded:
+        params, names, *elements = zip(*rounded, strict=True)
+        before, after = (torch.cat([one.cpu() for one in some]) for some in elements)
+        changes = ((after - before) / before).abs()[before != 0]
+        gone = (changes == 1) | changes.isinf()
+        yield _row(
+            "optimizer state", optimizer, steps,
+            f"load_state_dict of {type(optimizer).__name__} rounded {', '.join(sorted(set(names)))} of "
+            f"{_names(optimizer, params)} from float32 to {dtype_name(params[0].dtype)}: values changed by up "
+            f"to {_percent(max(changes[~gone].tolist(), default=0.0))}, and {_percent(float(gone.float().mean()))} of "
+            "them became 0 or inf",
+        )  # fmt: skip
+
+
+def _row(kind: str, optimizer: Any, steps: _Steps, sentence: str, group: int | None = None) -> dict[str, Any]:
+    return {
+        "kind": kind, "step": steps.count, "optimizer": type(optimizer).__name__, "group": group, "sentence": sentence,
+        "remedy": _REMEDIES[kind],
+    }  # fmt: skip
+
+
+def _sentence_of(optimizer: Any, steps: _Steps, found: half_samples.GroupUpdates) -> str:
+    dtype, names = found.lost[0].dtype, _names(optimizer, found.lost)
+    swallows = f"in {dtype_name(dtype)} an update below 1/{4 / torch.finfo(dtype).eps:g} of a weight rounds away"
+    step = f"step {steps.count} of {type(optimizer).__name__}"
+    if found.unmoved_in_fp32 is None:
+        return f"no bit of {names} changed from step {found.since} to {step}, though they have gradients: {swallows}"
+    return (
+        f"{step} changed no bit of {_percent(found.unmoved)} of the elements with a gradient in group {found.group}, "
+        f"and in fp32 of {_percent(found.unmoved_in_fp32)}: {swallows}, as in {names}"
+    )
+
+
+def _names(optimizer: Any, params: Sequence[Tensor]) -> str:
+    """Return the names of the first of some parameters, and how many others there are."""
+    wanted = {id(param) for param in params}
+    names = [name for name, param in named_params(optimizer) if id(param) in wanted]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
