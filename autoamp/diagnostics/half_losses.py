@@ -159,16 +159,14 @@ class HalfLosses:
     def _lost_updates(self, optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
         sample, earlier, steps.sample = steps.sample, steps.earlier, None
         # An optimizer may step at each so many calls alone, and the first samples are close together.
-        steps.earlier = sample if steps.count > 1 else None
+        steps.earlier = sample if steps.count > 1 and type(optimizer) not in half_samples.ELEMENTWISE else None
         steady = {number for number, group in enumerate(optimizer.param_groups) if _is_steady(steps, number, group)}
         for found in () if sample is None else sample.compare(optimizer, earlier):
             if found.lost and found.group in steady:
                 self.lost.update(map(id, found.lost))
                 yield _row("updates", optimizer, steps, _sentence_of(optimizer, steps, found), found.group)
 
-    def _tell(
-        self, optimizer: Any, steps: _Steps, look: Callable[[Any, _Steps], Iterator[dict[str, Any]]]
-    ) -> None:  # fmt: skip
+    def _tell(self, optimizer: Any, steps: _Steps, look: Callable[..., Iterable[dict[str, Any]]]) -> None:
         """Keep what a look finds, and warn of the first of each kind."""
         for row in _found(look, optimizer, steps):
             is_known = any(known["kind"] == row["kind"] for known in self._rows.values())
@@ -214,7 +212,7 @@ def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
         if lost > _LOST_OF_SUM:
             yield _row(
                 "gradient sums", optimizer, steps,
-                f"{_percent(lost)} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
+                f"{lost:.1%} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
                 f"backward passes added it up in {dtype_name(one.param.dtype)}, before step {steps.count}",
             )  # fmt: skip
     for name, dtype, value in half_samples.stopped_buffers(steps.buffers, steps.count):
@@ -235,7 +233,7 @@ def _state_losses(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
             "optimizer state", optimizer, steps,
             f"load_state_dict of {type(optimizer).__name__} rounded {', '.join(sorted(set(names)))} of "
             f"{_names(optimizer, params)} from float32 to {dtype_name(params[0].dtype)}: values changed by up "
-            f"to {_percent(max(changes[~gone].tolist(), default=0.0))}, and {_percent(float(gone.float().mean()))} of "
+            f"to {max(changes[~gone].tolist(), default=0.0):.2%}, and {float(gone.float().mean()):.1%} of "
             "them became 0 or inf",
         )  # fmt: skip
 
@@ -254,8 +252,8 @@ def _sentence_of(optimizer: Any, steps: _Steps, found: half_samples.GroupUpdates
     if found.unmoved_in_fp32 is None:
         return f"no bit of {names} changed from step {found.since} to {step}, though they have gradients: {swallows}"
     return (
-        f"{step} changed no bit of {_percent(found.unmoved)} of the elements with a gradient in group {found.group}, "
-        f"and in fp32 of {_percent(found.unmoved_in_fp32)}: {swallows}, as in {names}"
+        f"{step} changed no bit of {found.unmoved:.1%} of the elements with a gradient in group {found.group}, "
+        f"and in fp32 of {found.unmoved_in_fp32:.1%}: {swallows}, as in {names}"
     )
 
 
@@ -264,7 +262,3 @@ def _names(optimizer: Any, params: Sequence[Tensor]) -> str:
     wanted = {id(param) for param in params}
     names = [name for name, param in named_params(optimizer) if id(param) in wanted]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g}%"

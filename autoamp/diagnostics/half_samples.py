@@ -24,8 +24,8 @@ from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
 __all__ = [
-    "BufferValues", "GradientSum", "GroupUpdates", "SavedState", "UpdateSample", "fp32_state", "half_params",
-    "rounded_state", "stopped_buffers", "sums_of",
+    "ELEMENTWISE", "BufferValues", "GradientSum", "GroupUpdates", "SavedState", "UpdateSample", "fp32_state",
+    "half_params", "rounded_state", "stopped_buffers", "sums_of",
 ]  # fmt: skip
 
 SavedState = Sequence[tuple[Tensor, str, Tensor]]
@@ -36,11 +36,11 @@ BufferValues = weakref.WeakKeyDictionary[Module, dict[str, list[tuple[int, float
 
 _FEW = 1024
 _VECTORS = 4
-# Optimizers of torch that step each element by itself, so that a few elements step as they do among all.
-_ELEMENTWISE = {
+ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
 }  # fmt: skip
+"""torch's optimizers that step each element by itself, so that a few elements step as they do among all."""
 
 
 def half_params(optimizer: Any) -> list[Tensor]:
@@ -126,7 +126,7 @@ class UpdateSample:
             one.grad = _few_of_grad(one.param) if one.grad is None else one.grad
         with_grad = [one for one in self._elements if one.grad is not None and bool(one.grad.any())]
         for number, some in itertools.groupby(with_grad, lambda one: one.group):
-            if type(optimizer) in _ELEMENTWISE:
+            if type(optimizer) in ELEMENTWISE:
                 yield self._beside_fp32(optimizer, number, list(some))
             elif earlier is not None:
                 yield from self._beside_earlier(number, list(some), earlier)
@@ -165,7 +165,8 @@ def _state(optimizer: Any, param: Tensor) -> dict[str, Any]:
 
 def _keeps_low_bits(one: _Elements) -> bool:
     """Whether the optimizer keeps what rounds away: in masters of its own, or as the compensation of Kahan's sums."""
-    rounded = (value.to(one.param.dtype).float() for value in one.state.values() if isinstance(value, Tensor))
+    alike = [value for value in one.state.values() if isinstance(value, Tensor) and value.shape == one.values.shape]
+    rounded = (value.to(one.param.dtype).float() for value in alike)
     return any("kahan" in name for name in one.state) or any(torch.equal(value, one.values) for value in rounded)
 
 

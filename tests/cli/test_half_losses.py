@@ -73,7 +73,7 @@ def test_a_half_program_is_told_by_the_last_line_and_a_warning(half: str, ended:
     assert f"casts left to the program, which has Sequential in {half}" in first
     assert last.startswith(f"{LOST} (see docs/")
     (told,) = [line for line in ended[half].err.splitlines() if "UserWarning: " in line]
-    assert "program.py:15: UserWarning: step 4 of SGD changed no bit of 100% of the elements" in told
+    assert "program.py:15: UserWarning: step 4 of SGD changed no bit of 100.0% of the elements" in told
     assert "as in Sequential.1.weight, Sequential.1.bias. Keep fp32 master weights" in told
 
 

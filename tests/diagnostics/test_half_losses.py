@@ -173,7 +173,10 @@ def test_swallowed_updates_are_told_once(name: str, half: torch.dtype, record: A
     assert told[0].filename == __file__
     assert ("1/512 of a weight" if half is torch.bfloat16 else "1/4096 of a weight") in text
     if name != "own":
-        assert "changed no bit of 100% of the elements with a gradient in group 0, and in fp32 of 0%" in row["sentence"]
+        assert (
+            "changed no bit of 100.0% of the elements with a gradient in group 0, and in fp32 of 0.0%"
+            in row["sentence"]
+        )
 
 
 def test_groups_and_parameters_that_move_are_not_named(half: torch.dtype, record: Any) -> None:
@@ -299,7 +302,7 @@ def test_gradients_that_are_swallowed_by_a_sum_are_told(half: torch.dtype, recor
     assert lost > 0.03
     (row,) = record()
     assert (row["kind"], row["step"], row["group"]) == ("gradient sums", 4, None)
-    assert row["sentence"].startswith(f"{100 * lost:.3g}% of the gradient")
+    assert row["sentence"].startswith(f"{lost:.1%} of the gradient")
     assert 'opt_level="O2"' in str(told[0].message)
 
 
@@ -355,7 +358,7 @@ def test_state_of_an_fp32_run_is_told_with_what_became_zero(record: Any) -> None
     for param in wide.parameters():
         param.register_hook(lambda grad: grad * 1e-4)
     train(wide, first, 1)
-    with pytest.warns(UserWarning, match=r"rounded exp_avg, exp_avg_sq of .* and 50% of them became 0 or inf"):
+    with pytest.warns(UserWarning, match=r"rounded exp_avg, exp_avg_sq of .* and 50.0% of them became 0 or inf"):
         second.load_state_dict(first.state_dict())
     assert second.state[model.scale]["exp_avg_sq"].count_nonzero() == 0
 
