@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from autoamp.errors import warn_user
@@ -16,15 +17,19 @@ __all__ = ["BufferWrites"]
 
 
 class BufferWrites:
-    """Warns once of each half buffer that a call of a model in training writes, in place or by a new tensor.
+    """Warns once of each half buffer in which calls of a model in training add up: a count, a sum or an average.
 
-    The calls 1, 2, 4, 8 and so on are looked at. torch's own modules are left out: norms have a warning of their own,
-    and nothing adds up in other buffers of torch.
+    The calls 1, 2, 4, 8 and so on are looked at. A buffer that one of them writes, in place or by a new tensor, is
+    compared with its values of before at the next one: what is overwritten, as a mask is, changes as a whole or not at
+    all. torch's own modules are left out: norms have a warning of their own, and nothing adds up in other buffers of
+    torch.
     """
 
     def __init__(self) -> None:
         self._calls = 0
-        self._told: set[str] = set()
+        # By the path of the module and the name of the buffer.
+        self._written: set[tuple[str, str]] = set()
+        self._told: set[tuple[str, str]] = set()
 
     def begin(self, model: Module) -> Callable[[], None] | None:
         """Return what is to be called after this call of a model; None if this call is not looked at."""
@@ -34,36 +39,51 @@ class BufferWrites:
         if self._calls & (self._calls - 1):
             return None
         before = [
-            (path, module, name, buffer, version_of(buffer))
+            (path, module, name, buffer, version_of(buffer), buffer.clone() if (path, name) in self._written else None)
             for path, module in model.named_modules()
             if module.training
             and not isinstance(module, MODULES_OF_NORMS)
             and not type(module).__module__.startswith("torch.")
             for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.dtype in HALF_DTYPES
+            if buffer is not None and buffer.dtype in HALF_DTYPES and (path, name) not in self._told
         ]
         return lambda: self._end(model, before)
 
     def _end(self, model: Module, before: list[Any]) -> None:
-        """Warn of the half buffers that were written since."""
-        written = {
-            f"{path}.{name}".removeprefix("."): (path, buffer.dtype)
-            for path, module, name, buffer, version in before
-            if module._buffers.get(name) is not buffer or version_of(buffer) != version
-        }
-        new = [name for name in written if name not in self._told]
+        """Warn of the half buffers in which values were added up since."""
+        new: list[tuple[str, str]] = []
+        for path, module, name, buffer, version, value in before:
+            now = module._buffers.get(name)
+            if now is not buffer or version_of(buffer) != version:
+                self._written.add((path, name))
+                if value is not None and now is not None and _adds_up(value, now):
+                    new.append((path, name))
+                    dtype = buffer.dtype
         if not new:
             return
         self._told.update(new)
-        dtype = written[new[0]][1]
         most = round(2 / torch.finfo(dtype).eps)
-        parts = {written[name][0]: "fp32" for name in new}
+        parts = {path: "fp32" for path, _ in new}
         remedies = ["register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"]
         if not parts.pop("", None):
             remedies.clear()
         if parts:
             remedies.append(f'keep the module in fp32 by initialize(..., lists={{"modules": {parts}}})')
+        names = [f"{path}.{name}".removeprefix(".") for path, name in new]
         warn_user(
             f"{type(model).__name__} writes buffers in {dtype_name(dtype)}, where {most} + 1 is {most}: a sum or count "
-            f"in {', '.join(new)} stops growing; {'; '.join(remedies)}"
+            f"in {', '.join(names)} stops growing; {'; '.join(remedies)}"
         )
+
+
+@torch.no_grad()
+def _adds_up(before: Tensor, now: Tensor) -> bool:
+    """Whether a value seems to be made of the one before: few of its size changed, or a large sum stays. Waits for it.
+
+    Masks and noise change in some element by as much as the largest is.
+    """
+    if before.shape != now.shape or not before.numel():
+        return False
+    size, change = before.float().abs().amax(), (now.float() - before.float()).abs().amax()
+    stands_still = (change == 0) & (before.amax() >= 2 / torch.finfo(before.dtype).eps)
+    return bool(((change > 0) & (change <= size / 2)) | stands_still)
