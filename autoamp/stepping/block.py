@@ -139,6 +139,9 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
         guard.prepare_block(finishes_delayed=not scaler.checks)
+        if len(guards) > 1:
+            # What the program wrote since concerns one optimizer, and not the others of this block.
+            guard.checks.check_written()
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_at_hand()
     _rescale(guards, scale)

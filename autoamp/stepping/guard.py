@@ -429,11 +429,19 @@ class PendingChecks:
             scalers = self._owner.scalers
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
-        elif self.pending:
-            found = self._look(params if several_processes() else self._checked.unchecked(params))
-            if found:
-                last = self.pending[-1]
-                self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
+        else:
+            self._look_again(params if several_processes() else self._checked.unchecked(params))
+
+    def check_written(self) -> None:
+        """Check those gradients that were not checked as they are now, before a block adds to them."""
+        if self._grads.delayed is None:
+            self._look_again(self._checked.unchecked(self._grads.params()))
+
+    def _look_again(self, params: Sequence[Tensor]) -> None:
+        """Let what is found in gradients now be a part of the last pending check, if there is one."""
+        if self.pending and (found := self._look(params)):
+            last = self.pending[-1]
+            self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
 
     def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return flags that tell whether gradients, which are not scaled, have inf or nan."""

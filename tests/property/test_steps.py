@@ -158,8 +158,8 @@ class World:
         named = action.models if auto else action.optimizers
         if action.late and not auto:
             raise Refused
-        if any(self.left_scaled[number] for number in action.models):
-            raise Unclear
+        if any(self.left_scaled[number] for number in named if number in action.models):
+            raise Refused
         before = [[None if p.grad is None else p.grad.clone() for p in self.params(number)] for number in every]
         for number in named:
             if self.found[number] and all(grad is None for grad in before[number]):
@@ -174,7 +174,8 @@ class World:
                 self.was_checked[number] = True
         for number in action.models:
             if number not in named:
-                self.left_scaled[number] = True
+                # Zeros are the same at any scale.
+                self.left_scaled[number] = any(p.grad.count_nonzero() for p in self.params(number))
             elif action.overflows and auto:
                 # Zeros come in place of a gradient that overflowed.
                 for param, grad in zip(self.params(number), before[number], strict=True):
@@ -184,7 +185,7 @@ class World:
         params = [param for param in self.params(action.optimizer) if param.grad is not None]
         if params:
             if self.left_scaled[action.optimizer]:
-                raise Unclear
+                raise Refused if "clip" in action.how else Unclear
             WRITES[action.how](params)
 
     def clear(self, action: Clear) -> None:
@@ -203,12 +204,21 @@ class World:
         number = action.optimizer
         if self.left_scaled[number] and action.closure is None:
             raise Refused
+        if action.closure is not None and all(param.grad is None for param in self.params(number)):
+            # The gradients of earlier blocks were dropped.
+            self.found[number].clear()
         skips = self.must_skip(number, bool(action.closure))
-        if action.closure is not None and not skips:
+        evaluates = action.closure is not None and (not skips or self.way == "auto_scale")
+        if evaluates:
             # A closure clears what another block has left.
             self.optimizers[number].zero_grad()
             self.left_scaled[number] = False
+            self.found[number].clear()
             self.block(action.closure)
+            if skips:
+                # For its loss alone. The gradients are there for the next step.
+                self.after_step(number)
+                return
             skips = self.must_skip(number, False)
         self.found[number].clear()
         if not skips:
@@ -374,6 +384,17 @@ PAIRS = st.tuples(*[st.sampled_from(list(OPTIMIZERS))] * 2)
 @example(makers=("SGD", "SGD"), early=(0,), actions=[_with_closure(0, 1, False), _with_closure(0, 2, True), Step(0)])
 @example(makers=("SGD", "SGD"), early=(), actions=[_with_closure(0, 0, True), Block(0, (0, 1), (0, 1)), Step(1)])
 @example(makers=("AdamW", "SGD"), early=(), actions=[Block(0, (0,), (0,)), Write(0, "nan by clipping"), Step(0)])
+@example(
+    makers=("SGD", "SGD"),
+    early=(),
+    actions=[Block(0, (0,), (0,), True), Clear(0, "optimizer"), _with_closure(0, 0, False)],
+)
+@example(
+    makers=("SGD", "SGD"),
+    early=(),
+    actions=[Block(0, (0,), (0,)), Write(0, "nan by clipping"), Block(0, (0, 1), (0, 1)), Step(1)],
+)
+@example(makers=("SGD", "SGD"), early=(), actions=[Block(0, (0,), (0,), True), _with_closure(0, 0, False), Step(0)])
 @example(
     makers=("SGD", "SGD"), early=(), actions=[Block(0, (0,), (0,)), Step(0), Fill(0), Block(0, (0,), (0,)), Step(0)]
 )

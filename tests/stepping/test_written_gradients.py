@@ -335,6 +335,15 @@ def test_a_block_of_several_optimizers_answers_for_what_it_added(
     assert program.steps(order) == [False] * 4
 
 
+def test_a_nan_that_the_program_writes_between_blocks_skips_one_optimizer() -> None:
+    program = _Layers(2, 0)
+    program.backward([0], 0, through=[0])
+    torch.nn.utils.clip_grad_norm_(program.layers[0].parameters(), math.nan)
+    program.backward([0, 1], 1, through=[0, 1])
+    assert program.steps([1, 0]) == [False, True]
+    assert autoamp.state_dict()["loss_scaler1"]["unskipped"] == 1
+
+
 class _Closure:
     """A closure that adds to the gradients that are there, and overflows at high scales."""
 
