@@ -143,7 +143,10 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         if runtime is not None:
             runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
-            scaled_loss(loss, scale).backward(retain_graph=retain_graph)
+            scaled = scaled_loss(loss, scale)
+            if runtime is not None:
+                runtime.optimizers.watch_pass(loss, scaled, scale, [self._guard])
+            scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""

@@ -53,7 +53,7 @@ def scaled_loss_block(
     *,
     delay_unscale: bool,
     left_scaled: LeftScaled,
-    others: Callable[[Sequence[StepGuard], Scale], list[Tensor]],
+    watch_pass: Callable[[Tensor, Tensor, Scale, Sequence[StepGuard]], BackwardWatch],
 ) -> Iterator[Tensor]:
     """`scaled_block` that yields the loss times its scale, and drops kept casts at its end.
 
@@ -64,7 +64,7 @@ def scaled_loss_block(
         casts: Whose kept casts are dropped.
         delay_unscale: As for `scaled_block`.
         left_scaled: Knows of parameters whose gradients a block left scaled.
-        others: As `BackwardWatch` takes it.
+        watch_pass: Returns what sees the backward passes of the scaled loss.
 
     Raises:
         UsageError: One of the optimizers is in a block already, or the loss itself was run backward in this one.
@@ -77,7 +77,7 @@ def scaled_loss_block(
                 left_scaled.note([param], earlier, reason)
             scaled = scaled_loss(loss, scale)
             watches = scaler.checks and not torch.compiler.is_compiling()
-            watch = BackwardWatch(loss, scaled, scale, guards, others, left_scaled) if watches else None
+            watch = watch_pass(loss, scaled, scale, guards) if watches else None
             try:
                 yield scaled
             finally:

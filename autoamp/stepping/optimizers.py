@@ -28,7 +28,7 @@ from autoamp.stepping.loss_scalers import LossScalers, listed
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.scaled_backward import LeftScaled
+from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.skips import OwnSteps, Skips, StepCounts, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
@@ -268,8 +268,12 @@ class GuardedOptimizers:
             self.casts,
             delay_unscale=delay_unscale,
             left_scaled=self._left_scaled,
-            others=self._params_of_others,
+            watch_pass=self.watch_pass,
         )
+
+    def watch_pass(self, loss: Tensor, scaled: Tensor, scale: Scale, guards: Sequence[StepGuard]) -> BackwardWatch:
+        """Return what sees the backward passes of a scaled loss; see `BackwardWatch`."""
+        return BackwardWatch(loss, scaled, scale, guards, self._params_of_others, self._left_scaled)
 
     def _params_of_others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
         """Return the leaves of all other optimizers whose gradients have another scale.

@@ -469,6 +469,33 @@ def test_a_forgotten_optimizer_that_scales_its_loss_itself_is_refused(made: str,
         assert_same(before, weights(second))
 
 
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+def test_what_an_optimizer_that_scales_its_loss_itself_leaves_is_refused(
+    handle: autoamp.Handle, both: bool, clears: bool
+) -> None:
+    first, second = Linear(4, 4).half(), Linear(4, 4).half()
+    one, two = (torch.optim.SGD(model.parameters(), lr=2.0**-6) for model in (first, second))
+    one = FP16_Optimizer(one, dynamic_loss_scale=True)
+    if both:
+        two = FP16_Optimizer(two, dynamic_loss_scale=True)
+
+    def loss() -> Tensor:
+        return second(first(torch.ones(1, 4, dtype=torch.half))).float().square().mean() / 64
+
+    one.backward(loss())
+    one.step()
+    before = weights(second)
+    if not clears:
+        with pytest.raises(UsageError, match=r"SGD would use .* given SGD alone"):
+            two.step()
+    elif both:
+        two.zero_grad()
+        two.backward(loss())
+        two.step()
+    assert torch.equal(before[0], second.weight) is not (both and clears)
+
+
 def test_a_group_that_is_added_after_the_block_may_accumulate(handle: autoamp.Handle, pair: Pair) -> None:
     with handle.scale_loss(pair.loss(), pair.one) as scaled:
         scaled.backward()
