@@ -173,5 +173,13 @@ def test_a_decision_is_short_and_says_what_was_rejected(page: str) -> None:
     assert "ejected" in text_of(page)
 
 
+def test_each_how_to_page_has_its_tests_and_each_file_of_these_its_page() -> None:
+    table = text_of("CONTRIBUTING.md")
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/howto/")} - {"howto/index.md"}
+    assert {page for page in pages if f"| `{page}`" not in table} == set()
+    files = {path.name for path in (ROOT / "tests" / "behaviour").glob("test_*.py")}
+    assert files == set(re.findall(r"\| `(test_\w+\.py)`", table))
+
+
 def test_that_check_tells_messages_apart() -> None:
     assert not any("this handle is not activ!" in text for text in messages())

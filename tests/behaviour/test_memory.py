@@ -1,4 +1,4 @@
-"""Freed memory that the C library keeps: page faults, counted in processes of their own."""
+"""docs/howto/memory.md: freed memory is kept. Page faults are counted in processes of their own."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALONE = STEPS.format(
     block="bytearray(mebibytes << 20)",
     main='print(runpy.run_path(sys.argv[1])["keep_freed_memory"]()); steps()',
 )
-MODULE = str(Path(__file__).parents[1] / "autoamp" / "memory.py")
+MODULE = str(Path(__file__).parents[2] / "autoamp" / "memory.py")
 FORWARDS = """
 #include <stddef.h>
 void *__libc_malloc(size_t size);

@@ -1,4 +1,4 @@
-"""The magic `%autoamp` in a real kernel."""
+"""docs/howto/notebook.md: the magic `%autoamp` in a real kernel."""
 
 from __future__ import annotations
 

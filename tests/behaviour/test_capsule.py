@@ -1,4 +1,4 @@
-"""`autoamp run --capsule` and `autoamp replay`: the step of a run, run again in another folder with nothing else."""
+"""docs/howto/capsule.md: the step of a run, run again in another folder with nothing else."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def train(capsule: Path, model: nn.Module, fp32: str = "") -> None:
     handle.deactivate()
 
 
-def test_in_code_and_a_finding_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_ends_with_1_if_it_finds_another_op_than_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Lost, its precision would let the first module overflow.
     train(tmp_path, nn.Sequential(Overflowing(4, 4), Overflowing(4, 1)), fp32="0")
     (file,) = tmp_path.iterdir()
@@ -193,7 +195,7 @@ def test_a_model_that_cannot_be_pickled_trains_on(tmp_path: Path, caplog: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_capsules_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, text = tmp_path / "model.pt", tmp_path / "text"
     torch.save({"weight": torch.ones(2)}, other)
     text.write_text("hello")

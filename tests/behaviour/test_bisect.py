@@ -1,18 +1,15 @@
-"""`autoamp bisect`: a whole program, and what it says where there is nothing to find."""
+"""docs/howto/bisect.md: find the ops that must be fp32."""
 
 from __future__ import annotations
 
 import os
 import signal
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autoamp.cli import main
-from autoamp.cli.program_runs import ProgramRuns
-from autoamp.tuning import Proposal
 
 ON_CPU = ["--metric", "loss", "--dtype", "fp16", "--device-type", "cpu"]
 
@@ -31,7 +28,9 @@ print("loss:", loss.item())
 """
 
 
-def test_from_end_to_end(script: Path, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bisect_prints_the_entry_that_restores_the_metric(
+    script: Path, forked: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.write_text(SCRIPT)
     assert main(["bisect", *ON_CPU, "--survey-steps", "1", "script.py"]) == 0
     found = capsys.readouterr()
@@ -40,15 +39,6 @@ def test_from_end_to_end(script: Path, forked: None, capsys: pytest.CaptureFixtu
     for line in ("loss in fp32: ", "loss in half precision: ", "loss with these entries: ", " runs"):
         assert line in found.out
         assert line in found.err
-
-
-def test_entries_of_paths_act_without_override(runs_of: Callable[..., ProgramRuns], forked: None) -> None:
-    runs = runs_of(SCRIPT)
-    fp32 = runs.run(None, 0).metric
-    entries = [(Proposal(name, "fp32", "culprit", "", of_module=True),) for name in ("1", "0")]
-    restored, wrong = (runs.run(entry, 0).metric for entry in entries)
-    assert restored == pytest.approx(fp32, rel=0.01)
-    assert abs(wrong - fp32) > 0.1
 
 
 # The survey ends with the step, so it does not see the product after that, whose dtype decides.
@@ -93,7 +83,7 @@ def test_where_there_is_nothing_to_find_it_prints_no_list(
         (["script.py"], "raise ValueError('no data')", "cannot be surveyed: exit code 1: ValueError: no data"),
     ],
 )
-def test_what_it_refuses(
+def test_wrong_options_and_failing_programs_are_refused(
     arguments: list[str], text: str, message: str, script: Path, forked: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.write_text(text)
