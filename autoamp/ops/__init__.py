@@ -6,7 +6,7 @@ from autoamp.ops.attention import build_fast_path_check, builders_for_half_model
 from autoamp.ops.autocast_lists import AutocastDifference, autocast_differences
 from autoamp.ops.autocast_regions import AutocastRegions
 from autoamp.ops.drift import check_lists
-from autoamp.ops.policies import build_replacement
+from autoamp.ops.policies import build_for_half_models, build_replacement
 from autoamp.ops.recurrent import build_check_input
 from autoamp.ops.scripted import builders_for_scripts
 from autoamp.ops.targets import Expansion, Target, expand, known_ops, locate, owns_its_names, target_at
@@ -19,6 +19,7 @@ __all__ = [
     "autocast_differences",
     "build_check_input",
     "build_fast_path_check",
+    "build_for_half_models",
     "build_replacement",
     "builders_for_half_models",
     "builders_for_scripts",

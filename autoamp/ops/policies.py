@@ -25,10 +25,10 @@ from autoamp.ops.recurrent import build_recurrent
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
 from autoamp.patching import imitate, mark, traceable_method
 from autoamp.rules import CastPolicy
-from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import flatten_recurrent_weights, start_no_graph, trace_as
 
-__all__ = ["build_replacement"]
+__all__ = ["build_for_half_models", "build_replacement"]
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
@@ -103,6 +103,20 @@ def build_replacement(
         # fails where it trains `torch.lstm` on a CPU.
         start_no_graph(replacement)
     return replacement if wrap is None else wrap(replacement)
+
+
+def build_for_half_models(original: Any) -> Any:
+    """Build the replacement of a function that computes in fp32 within half models, and returns what their ops take."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        half = next((one.dtype for one in iter_tensors((args, kwargs)) if one.dtype in HALF_DTYPES), None)
+        if half is None:
+            return original(*args, **kwargs)
+        args, kwargs = map_tensors((args, kwargs), lambda one: one.float() if one.dtype in HALF_DTYPES else one)
+        result = original(*args, **kwargs)
+        return map_tensors(result, lambda one: one.to(half) if one.dtype is torch.float32 else one)
+
+    return imitate(call, original)
 
 
 def _replacement(

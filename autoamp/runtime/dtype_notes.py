@@ -25,7 +25,8 @@ __all__ = ["add_dtype_note"]
 _ABOUT_DTYPES = re.compile(
     r"(?i)same (data ?|d|scalar )?type|dtypes match|equal to src.dtype|should be the same|expected (scalar |d)type|"
     r"object of scalar type|not implemented for '\w*(Half|BFloat16)'|unsupported (d|scalar)type|low precision dtypes|"
-    r"float or double|half, float|mixed dtype|query dtype|half precision|without overflow|unscale FP16|primitive desc"
+    r"float or double|half, float|mixed dtype|query dtype|half precision|without overflow|unscale FP16|primitive desc|"
+    r"of float type"
 )
 _INTEGERS = re.compile(r"(?i)\b(u?int\d*|long|bool(?! or float)|byte|char|short)(tensor)?\b")
 

@@ -145,11 +145,14 @@ class PatchedTorch:
         run, rule = self._runtime, target.rule
         key = (id(target.original), rule.policy, id(target.functional))
         if key not in self._built:
-            replacement = ops.build_replacement(
-                target.original, rule.policy, run.casts,
-                module=target.module, qualname=target.qualname, functional=target.functional,
-                remedy=rule.remedy, allow_banned=run.settings.allow_banned,
-            )  # fmt: skip
+            if run.settings.casts_models and rule.origin.shipped:
+                replacement = ops.build_for_half_models(target.original)
+            else:
+                replacement = ops.build_replacement(
+                    target.original, rule.policy, run.casts,
+                    module=target.module, qualname=target.qualname, functional=target.functional,
+                    remedy=rule.remedy, allow_banned=run.settings.allow_banned,
+                )  # fmt: skip
             if run.observation.observers:
                 replacement = run.observation.watched(replacement, target)
             # With its target, which keeps the objects alive whose ids are in the key.

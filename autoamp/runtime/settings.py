@@ -41,6 +41,7 @@ class Settings:
     capsule: str | Path | None = None
     on_nonfinite: OnNonfinite = "warn"
     opt_level: str | None = None
+    casts_models: bool = False
 
     @classmethod
     def of(
