@@ -1,11 +1,13 @@
 """TorchScript: compiled code calls ops below the functions that are replaced, so torch's own autocast casts in it.
 
-A graph whose casts are decided runs as it is: one that was traced in this process, or that casts to half itself, as a
-trace does that was saved and loaded.
+A graph whose casts are decided runs as it is: one that was traced in this process, or that casts the second operand of
+a product to half itself, such as a weight. A trace does that, also one that was saved and loaded.
 """
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,21 +20,21 @@ __all__ = ["builders_for_scripts"]
 
 # The numbers of fp16 and bf16 in TorchScript.
 _HALF_NUMBERS = (5, 15)
+_PRODUCT = re.compile("aten::(_?conv|linear|matmul|bilinear|(add|badd|b|addb)?mm$|(add)?mv$)|prim::ListConstruct")
 
 
 def builders_for_scripts(casts: Casts) -> Sequence[tuple[Any, str, Any]]:
     """Return what is patched for TorchScript: owner, name, and what builds a replacement."""
-    # By id; the graphs are kept alive so that ids are not reused.
-    known: dict[int, tuple[Any, bool]] = {}
+    # A module keeps its compiled methods.
+    known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def build(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not casts.wants(args, kwargs) or casts.autocast_rules():
                 return original(self, *args, **kwargs)
-            graph = self.graph
-            if id(graph) not in known:
-                known[id(graph)] = graph, _is_decided(self)
-            if known[id(graph)][1]:
+            if self not in known:
+                known[self] = _is_decided(self)
+            if known[self]:
                 return original(self, *args, **kwargs)
             return run_in_autocast(casts, original, (self, *args), kwargs)
 
@@ -42,12 +44,17 @@ def builders_for_scripts(casts: Casts) -> Sequence[tuple[Any, str, Any]]:
 
 
 def _is_decided(code: Any) -> bool:
-    """Tell whether the casts in a compiled method or function are decided already."""
+    """Whether the casts in a compiled method or function are decided already."""
     graph = code.inlined_graph
     # The tracer alone knows the dtypes of values.
     # Frozen weights are constants, whose dtypes are known too.
     nodes = (node for node in graph.nodes() if node.kind() != "prim::Constant")
     if any(value.isCompleteTensor() for node in nodes for value in node.outputs()):
         return True
-    dtypes = [node.inputsAt(1).toIValue() for node in graph.findAllNodes("aten::to")]
-    return any(dtype in _HALF_NUMBERS for dtype in dtypes if type(dtype) is int)
+    casts = (node for node in graph.findAllNodes("aten::to") if _is_half(node.inputsAt(1).toIValue()))
+    uses = (use for node in casts for use in node.output().uses())
+    return any(use.offset > 0 and _PRODUCT.match(use.user.kind()) for use in uses)
+
+
+def _is_half(dtype: Any) -> bool:
+    return type(dtype) is int and dtype in _HALF_NUMBERS

@@ -7,7 +7,9 @@ The promises are `handle.override`, ``[modules]`` by path and by class, ``torch.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -401,6 +403,36 @@ def test_scripted_functions_run_under_autocast() -> None:
     assert product(t.bfloat16(), w).dtype is HALF
     with handle.disable_casts():
         assert product(t, w).dtype is FP32
+
+
+class OwnCasts(Layers):
+    """Casts a value to half that is no weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.to(torch.half)) * (x.sum(1, keepdim=True) > 0).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_script_with_casts_of_its_own_runs_under_autocast(load: bool) -> None:
+    torch.manual_seed(0)
+    scripted: nn.Module = torch.jit.script(OwnCasts())
+    scripted = loaded(scripted) if load else scripted
+    x, _ = values()
+    with torch.autocast("cpu", dtype=HALF):
+        expected = scripted(x)
+    init()
+    assert expected.dtype is HALF
+    assert torch.equal(scripted(x), expected)
+
+
+def test_a_script_is_not_kept_alive() -> None:
+    init()
+    scripted: Any = torch.jit.script(Layers())
+    scripted(values()[0])
+    kept = [weakref.ref(one) for one in (scripted.forward, scripted.forward.graph)]
+    del scripted
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 @pytest.mark.parametrize("load", [False, True])
