@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -76,15 +77,23 @@ class TopOne(Plain):
         return param.float() - lr * grad.sign() * (grad.abs() == grad.abs().max())
 
 
-class EachThird(Plain):
-    """Steps at each third call alone."""
+class EachFifth(Plain):
+    """Steps at each fifth call alone."""
 
     calls = 0
 
     def step(self, closure: Any = None) -> None:
         self.calls += 1
-        if self.calls % 3 == 0:
+        if self.calls % 5 == 0:
             super().step(closure)
+
+
+class Clears(Plain):
+    """Clears the gradients that it has used."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.zero_grad()
 
 
 class Norm(nn.Module):
@@ -110,6 +119,7 @@ OPTIMIZERS: dict[str, Callable[[Any, float], Optimizer]] = {
     "foreach AdamW": lambda params, lr: AdamW(params, lr / 4, eps=1e-4, foreach=True),
     "RMSprop": lambda params, lr: torch.optim.RMSprop(params, lr / 16, eps=1e-4),
     "own": Plain,
+    "own that clears": Clears,
 }
 
 
@@ -130,24 +140,23 @@ def record() -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
 def train(
     model: nn.Module, optimizer: Optimizer, steps: int = STEPS, *, passes: int = 1,
-    before: Callable[[int], object] = lambda step: None, closure: bool = False,
+    factor: Callable[[int], float] = lambda step: 1.0, closure: bool = False,
 ) -> None:  # fmt: skip
     """Train by the mean of the outputs, whose gradients stay as large as they are."""
     dtype = next(model.parameters()).dtype
 
-    def loss() -> Tensor:
+    def loss(step: int) -> Tensor:
         optimizer.zero_grad()
         for _ in range(passes):
-            out = model(torch.ones(2, 8, dtype=dtype)).float().mean()
+            out = model(torch.ones(2, 8, dtype=dtype)).float().mean() * factor(step)
             out.backward()
         return out.detach()  # type: ignore[no-any-return]
 
-    for step in range(steps):
-        before(step)
+    for step in range(1, steps + 1):
         if closure:
-            optimizer.step(loss)
+            optimizer.step(functools.partial(loss, step))  # type: ignore[arg-type]
         else:
-            loss()
+            loss(step)
             optimizer.step()
 
 
@@ -172,7 +181,7 @@ def test_swallowed_updates_are_told_once(name: str, half: torch.dtype, record: A
     assert all(remedy in text for remedy in ('opt_level="O2"', "bf16_stochastic_round", "kahan_sum"))
     assert told[0].filename == __file__
     assert ("1/512 of a weight" if half is torch.bfloat16 else "1/4096 of a weight") in text
-    if name != "own":
+    if not name.startswith("own"):
         assert (
             "changed no bit of 100.0% of the elements with a gradient in group 0, and in fp32 of 0.0%"
             in row["sentence"]
@@ -212,6 +221,12 @@ def ending(model: nn.Module, lr: float, half: torch.dtype) -> Any:
     return optimizer
 
 
+def partly(model: nn.Module, lr: float, half: torch.dtype) -> Any:
+    # What is 0 moves by any update.
+    nn.init.zeros_(model.weight)
+    return Plain(model.parameters(), lr)
+
+
 def frozen(model: nn.Module, lr: float, half: torch.dtype) -> Any:
     model.scale.requires_grad_(False)
     return SGD(model.parameters(), 0.25)
@@ -225,11 +240,12 @@ CLEAN: dict[str, Callable[[nn.Module, float, torch.dtype], Any]] = {
     "end": ending,
     "converged": converged,
     "frozen": frozen,
+    "own and partly": partly,
     "stochastic": lambda model, lr, half: Stochastic(model.parameters(), lr * 4),
     "masters in the state": lambda model, lr, half: OwnMasters(model.parameters(), lr),
     "Kahan": lambda model, lr, half: Kahan(model.parameters(), lr),
     "sparse signs": lambda model, lr, half: TopOne(model.parameters(), 0.1),
-    "each third": lambda model, lr, half: EachThird(model.parameters(), 0.25),
+    "each fifth": lambda model, lr, half: EachFifth(model.parameters(), 0.25),
     "FP16_Optimizer": masters,
 }
 
@@ -241,6 +257,25 @@ def test_clean_programs_are_left_alone(name: str, half: torch.dtype, record: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, optimizer)
+    assert record() == []
+
+
+def test_a_closure_makes_the_gradients_of_its_step(half: torch.dtype, record: Any) -> None:
+    model = Norm(half)
+    # Those of sampled steps are 0.
+    train(model, SGD(model.parameters(), small(half)), closure=True, factor=lambda step: float(step not in (1, 4, 16)))
+    assert record() == []
+
+
+@pytest.mark.parametrize(("scale", "skips"), [(None, 1.0), (1024.0, 0.0)], ids=["skipped", "scaled"])
+def test_a_fused_step_that_unscales_or_skips_is_passed_over(
+    scale: float | None, skips: float, half: torch.dtype, record: Any
+) -> None:
+    model = Norm(half)
+    optimizer = AdamW(model.parameters(), small(half), eps=1e-4, fused=True)
+    optimizer.grad_scale = None if scale is None else torch.tensor(scale)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(skips)  # type: ignore[attr-defined]
+    train(model, optimizer)
     assert record() == []
 
 
@@ -314,6 +349,19 @@ def test_sums_that_round_as_usual_are_not_told(half: torch.dtype, record: Any, c
     assert record() == []
 
 
+@pytest.mark.parametrize("zero", [False, True], ids=["none", "zeros"])
+def test_a_sum_that_was_dropped_is_not_told(half: torch.dtype, record: Any, zero: bool) -> None:
+    model = Part(half)
+    optimizer = SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        for values in ([1.0] + [2.0**-12] * 256, [2.0**-9, 2.0**-9]):
+            optimizer.zero_grad(set_to_none=not zero)
+            for value in values:
+                model(torch.full((8,), value, dtype=half)).backward()
+        optimizer.step()
+    assert record() == []
+
+
 # -- optimizer state --
 
 
@@ -371,6 +419,15 @@ def test_state_that_loses_nothing_is_not_told(kind: Any, half: torch.dtype, reco
     assert record() == []
 
 
+def test_fp32_values_that_half_precision_has_are_not_told(half: torch.dtype, record: Any) -> None:
+    model = Norm(half)
+    optimizer = Moments(model.parameters(), 0.25)
+    state = {"state": {0: {"moment": torch.ones(8)}}, "param_groups": optimizer.state_dict()["param_groups"]}
+    optimizer.load_state_dict(state)
+    assert optimizer.state[model.scale]["moment"].dtype is half
+    assert record() == []
+
+
 # -- buffers --
 
 
@@ -382,11 +439,16 @@ class Counts(Norm):
         return super().forward(x)
 
 
-class Averages(Norm):
-    """Keeps a running maximum and an average, which end where they are."""
+class Set(Norm):
+    """Keeps in its buffer what a function returns for the number of the call."""
+
+    def __init__(self, dtype: torch.dtype, value: Callable[[int], float]) -> None:
+        super().__init__(dtype)
+        self.value, self.calls = value, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.steps.copy_(torch.maximum(self.steps, self.steps.new_tensor(2040.0)) * 0.5 + 1024.0)
+        self.calls += 1
+        self.steps.fill_(self.value(self.calls))
         return super().forward(x)
 
 
@@ -421,8 +483,18 @@ def test_a_buffer_under_o2_stops_counting_too() -> None:
         train_o2()
 
 
-def test_averages_are_not_counts(half: torch.dtype, record: Any) -> None:
-    model = Averages(half)
+SETS: dict[str, Callable[[int], float]] = {
+    "kept": lambda call: 4096.0,
+    "ends by itself": lambda call: float(min(call, 30)),
+    # Of a size at which a whole number rounds away, and slower from step to step.
+    "average in fp16": lambda call: 4000.0 if call < 16 else 4018.0 if call < 64 else 4020.0,
+    "average in bf16": lambda call: 4000.0 if call < 16 else 4032.0 if call < 64 else 4048.0,
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_other_buffers_are_not_counts(name: str, half: torch.dtype, record: Any) -> None:
+    model = Set(half, SETS[name])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, SGD(model.parameters(), 0.25), 65)
@@ -432,13 +504,15 @@ def test_averages_are_not_counts(half: torch.dtype, record: Any) -> None:
 # -- what it leaves --
 
 
-@pytest.mark.parametrize("name", ["momentum", "fused AdamW", "own"])
+@pytest.mark.parametrize("name", ["momentum", "fp32 momentum", "fused AdamW", "own"])
 def test_nothing_changes(name: str, half: torch.dtype) -> None:
     def trained(recorded: bool) -> list[Any]:
         handle = recording_handle(half)
         recording = handle.record() if recorded else None
         model = Counts(half)
-        optimizer = OPTIMIZERS[name](model.parameters(), small(half))
+        optimizer = OPTIMIZERS[name.removeprefix("fp32 ")](model.parameters(), small(half))
+        for param in model.parameters() if name == "fp32 momentum" else ():
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             train(model, optimizer, passes=3)
