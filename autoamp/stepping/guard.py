@@ -434,7 +434,7 @@ class PendingChecks:
 
     def check_written(self) -> None:
         """Check those gradients that were not checked as they are now, before a block adds to them."""
-        if self._grads.delayed is None:
+        if self.pending and self._grads.delayed is None:
             self._look_again(self._checked.unchecked(self._grads.params()))
 
     def _look_again(self, params: Sequence[Tensor]) -> None:

@@ -137,7 +137,7 @@ class GuardedOptimizers:
 
     def _forget_added(self, guard: StepGuard) -> None:
         """Forget what blocks left scaled in an optimizer that got parameters since: these are going to be unscaled."""
-        if guard.checks.has_added_params:
+        if self._left_scaled and guard.checks.has_added_params:
             self._left_scaled.forget(guard.grads.leaves())
 
     def compare_settings(self, guard: StepGuard) -> None:

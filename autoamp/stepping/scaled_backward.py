@@ -30,6 +30,9 @@ class LeftScaled:
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
     def note(self, params: Iterable[Tensor], scale: Scale, reason: str) -> None:
         """Take note of what a pass left scaled.
 
@@ -47,6 +50,8 @@ class LeftScaled:
 
         What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass.
         """
+        if not params:
+            return
         before = [(param, param.grad, _version(param.grad)) for param in params]
 
         def note() -> None:
@@ -58,20 +63,22 @@ class LeftScaled:
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""
-        if self._of:
-            for param in params:
-                self._of.pop(param, None)
+        for param in params:
+            self._of.pop(param, None)
 
     def left(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Scale, str]]:
         """Return those of these parameters that are noted and whose gradients are the same still, with their notes."""
-        if not self._of:
-            return []
-        noted = [(param, *self._of[param]) for param in params if param in self._of]
-        return [
-            (param, scale, reason)
-            for param, mark, scale, reason in noted
-            if param.grad is not None and is_same_gradient(mark, param.grad)
-        ]
+        found: list[tuple[Tensor, Scale, str]] = []
+        for param in params if self._of else ():
+            noted = self._of.get(param)
+            if noted is not None:
+                mark, scale, reason = noted
+                if param.grad is not None and is_same_gradient(mark, param.grad):
+                    found.append((param, scale, reason))
+                else:
+                    # What was written to, or replaced, is the program's from now on.
+                    del self._of[param]
+        return found
 
     def refuse(self, action: str, params: Iterable[Tensor]) -> None:
         """Raise UsageError if an action is about to use gradients that are scaled still. Waits for the device then.

@@ -47,8 +47,8 @@ class ClippingWatch:
                 # A generator can be gone through once.
                 parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
                 self._refuse(original.__name__, parameters)
-                scaled = {} if self._said else self._scaled()
-                self._look(set(map(id, parameters)) if scaled else set(), scaled, original.__name__)
+                if not self._said and (scaled := self._scaled()):
+                    self._look(set(map(id, parameters)), scaled, original.__name__)
             return original(parameters, *args, **kwargs)
 
         return imitate(clip, original)
