@@ -66,7 +66,6 @@ class NonFiniteSteps:
         action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
 
     Attributes:
-        last_skipped: Whether the last step was skipped.
         own_scaler: Counts the skips of the program's own `GradScaler`.
     """
 
@@ -74,7 +73,6 @@ class NonFiniteSteps:
 
     def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
         self._total = 0
-        self.last_skipped = False
         self._overflows = overflows
         self._action = action
         self.own_scaler = OwnScaler(optimizers)
@@ -115,7 +113,6 @@ class NonFiniteSteps:
 
         NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``.
         """
-        self.last_skipped = False
         self.own_scaler.optimizer_called(optimizer)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
@@ -188,7 +185,6 @@ class NonFiniteSteps:
         if found.skipped:
             for param in stepped_params(optimizer):
                 param.grad = None
-            self.last_skipped = True
             self._optimizers.counts.add_skip()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
                 raise NonFiniteGradientsError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoamp.patching import imitate
 from autoamp.scaling import StaticLossScaler, UnreadFlags
-from autoamp.stepping import GuardedOptimizers, Skips
+from autoamp.stepping import GuardedOptimizers, Skips, Step
 
 __all__ = ["OwnScaler"]
 
@@ -56,7 +56,7 @@ class OwnScaler:
         """Take note that an optimizer is called, which only counts within the scaler's ``step``."""
         self._called = True
         flag = getattr(optimizer, "found_inf", None)
-        self._flag = flag if isinstance(flag, Tensor) else None
+        self._flag = self._optimizers.counts.last.flag = flag if isinstance(flag, Tensor) else None
 
     def _around_scale(self, original: Any) -> Any:
         def scale(self_: Any, outputs: Any) -> Any:
@@ -100,18 +100,19 @@ class OwnScaler:
         skips = self._skips[optimizer] if guard is None else guard.skips
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.
-            skips.steps += 1
-            self._optimizers.counts.step_begins(skips)
+            self._optimizers.counts.step_begins(skips.begin())
             self._optimizers.watch.step_begins()
+        elif guard is None:
+            skips.step = self._optimizers.counts.last
         if flag is not None and self._unread.serves(flag.device):
-            self._unread.add(flag, functools.partial(_tell_late, skips, weakref.ref(scaler)), urgent=True)
+            self._unread.add(flag, functools.partial(_tell_late, skips, skips.step, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):
             scale = scaler.get_scale()
             skips.count(True, _scaler_after(scale * scaler.get_backoff_factor()), scale)
-        elif guard is None:
+        elif guard is None and not skips.step.skipped:
             skips.count(False)
         if not self._called:
-            self._optimizers.on_stepped(skips)
+            self._optimizers.on_stepped(skips.step)
 
 
 class _LazyScale:
@@ -128,12 +129,12 @@ def _scaler_after(scale: float) -> StaticLossScaler:
     return StaticLossScaler(max(scale, _LOWEST))
 
 
-def _tell_late(skips: Skips, reference: weakref.ref[Any], skipped: bool) -> None:
+def _tell_late(skips: Skips, step: Step, reference: weakref.ref[Any], skipped: bool) -> None:
     """Count a step that was taken earlier. By now the scaler has been updated once for it."""
     scaler = reference()
     scale = scaler.get_scale() if skipped and scaler is not None else 1.0
     backoff = 1.0 if scaler is None else scaler.get_backoff_factor()
-    skips.tell(_scaler_after(scale), scale / backoff, skipped)
+    skips.tell(step, _scaler_after(scale), scale / backoff, skipped)
 
 
 def _is_compiling() -> bool:

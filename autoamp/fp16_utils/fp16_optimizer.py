@@ -249,7 +249,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": isinstance(self.loss_scaler, DynamicLossScaler),
-            "overflow": self._guard.skips.last,
+            "overflow": self._guard.skips.step.skipped,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self._masters_by_group(),
@@ -279,7 +279,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         pairs = _matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
         _load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self._guard.skips.last = overflow
+        self._guard.skips.step.skipped = overflow
         with torch.no_grad():
             for master, value in pairs:
                 master.copy_(value)

@@ -355,7 +355,7 @@ class BaseHandle:
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self._runtime.nonfinite.last_skipped or self._runtime.optimizers.counts.last_skipped
+        return self._runtime.optimizers.counts.last.skipped
 
     @property
     def last_overflow(self) -> Overflow | None:

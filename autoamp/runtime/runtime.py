@@ -31,7 +31,7 @@ from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import GuardedOptimizers, Skips
+from autoamp.stepping import GuardedOptimizers, Step
 
 __all__ = ["Runtime"]
 
@@ -97,10 +97,10 @@ class Runtime:
         self.optimizers.watch = self.overflows
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
 
-    def _stepped(self, skips: Skips | None) -> None:
+    def _stepped(self, step: Step) -> None:
         self.casts.note_step()
         self.precisions.warn_of_missing_classes()
-        self.followers.stepped(lambda: skips is not None and skips.last)
+        self.followers.stepped(lambda: step.skipped)
 
     @property
     def casts(self) -> Casts:

@@ -21,7 +21,7 @@ from autoamp.stepping.optimizer_steps import OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import Skips, StepWatch
+from autoamp.stepping.skips import Skips, Step, StepWatch
 from autoamp.stepping.usage_checks import ClippingWatch
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "OverflowCheck",
     "ScalesItself",
     "Skips",
+    "Step",
     "StepGuard",
     "StepWatch",
     "announce_disabled",

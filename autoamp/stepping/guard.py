@@ -39,7 +39,7 @@ from autoamp.stepping.attach import AttachedMethod, named_params, stepped_params
 from autoamp.stepping.checked_grads import CheckedGrads
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import SkipOwner, Skips
+from autoamp.stepping.skips import SkipOwner, Skips, Step
 from autoamp.stepping.undo import StepCopy
 from autoamp.tensors import version_of
 
@@ -394,9 +394,11 @@ class PendingChecks:
             return None
         scaler = self.pending[0].scaler
         skips.wait_by(scaler.unread)
-        flag = _resolve_on_device(self.pending, lambda skipped: skips.tell(scaler, scaler.scale_before, skipped))
+        step = skips.step
+        flag = _resolve_on_device(self.pending, lambda skipped: skips.tell(step, scaler, scaler.scale_before, skipped))
         if flag is not None:
             self.resolved, self.pending = self.pending, []
+            step.flag = flag
         return flag
 
     # -- several ranks --
@@ -405,7 +407,7 @@ class PendingChecks:
         """Begin anew: ranks without a block or pass until the next step have to hear of those that have one."""
         self._agreed = False
 
-    def recheck(self, *, makes_gradients: bool = False) -> None:
+    def recheck(self, *, makes_gradients: bool = False, last_step: Step | None = None) -> None:
         """Check those gradients that a step would use and that nobody checked as they are now.
 
         These are gradients that the program wrote to or replaced after their check, and all where other ranks have a
@@ -414,12 +416,13 @@ class PendingChecks:
 
         Args:
             makes_gradients: Whether the step is going to make gradients of its own, by a closure.
+            last_step: The step before that which begins now, if one does.
         """
         guard, group = self._guard(), self.group
         params = self._grads.params()
         if not self.pending and not makes_gradients and self.last is not None and guard is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
-            found = self._look(params if guard.skips.last else self._checked.unchecked(params))
+            found = self._look(params if (last_step or guard.skips.step).skipped else self._checked.unchecked(params))
             if found:
                 check = OverflowCheck(*self.last, found)
                 check.reported.overflowed = True
@@ -614,7 +617,7 @@ class StepGuard:
     def overflowed(self) -> bool:
         """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
         found = self.checks.overflowed()
-        return self.skips.last if found is None else found
+        return self.skips.step.skipped if found is None else found
 
     # -- steps --
 
@@ -662,15 +665,16 @@ class StepGuard:
         return result
 
     def _prepare_step(self, *, makes_gradients: bool) -> None:
+        last_step = self.skips.step
+        self.skips.begin()
         self.owner.step_begins(self)
-        self.skips.steps += 1
         self.last_step_ran = True
         if not makes_gradients:
             self.owner.refuse_scaled(self)
         self.grads.collect()
         self.checks.finish_delayed()
         self.checks.unscale_added_params()
-        self.checks.recheck(makes_gradients=makes_gradients)
+        self.checks.recheck(makes_gradients=makes_gradients, last_step=last_step)
 
     def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
@@ -703,7 +707,6 @@ class StepGuard:
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
-        self.skips.last = False
         result = self._call(original, args, kwargs)
         self.skips.count(False)
         return result
@@ -733,6 +736,7 @@ class StepGuard:
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
         if blamed is None:
+            self.skips.step.skipped = True
             return
         self.skips.count(True, blamed.scaler, float(blamed.scale))
         if self.skips.in_a_row >= self.max_consecutive_skips:

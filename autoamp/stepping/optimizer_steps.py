@@ -89,22 +89,23 @@ class OptimizerSteps:
 
     def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
-        guard = self._optimizers.guard_of(optimizer)
-        is_plain = guard is None and not has_other_guard(optimizer)
-        if is_plain:
+        guard, plain_step = self._optimizers.guard_of(optimizer), None
+        if guard is None and not has_other_guard(optimizer):
             guard = self._guard_at_step(optimizer, args[0] if args else kwargs.get("closure"))
-            is_plain = guard is None
+            plain_step = self._optimizers.plain_step_begins(optimizer) if guard is None else None
         if guard is not None and not guard.stepping:
             return guard.step(functools.partial(original, optimizer), args, kwargs)
         self._optimizers.running.add(id(optimizer))
         try:
             result = None
-            if not (is_plain and self._optimizers.look(optimizer, None)):
+            if plain_step is not None and self._optimizers.look(optimizer, None):
+                plain_step.skipped = True
+            else:
                 result = self._optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
         finally:
             self._optimizers.running.discard(id(optimizer))
-        if is_plain:
-            self._optimizers.plain_step_ended()
+        if plain_step is not None:
+            self._optimizers.plain_step_ended(plain_step)
         self._optimizers.casts.cache.clear()
         return result
 
@@ -120,8 +121,6 @@ class OptimizerSteps:
         guard = optimizers.guard_of(optimizer) or optimizers.guard_around(optimizer)
         if guard is None and callable(closure):
             guard = optimizers.guard(optimizer)
-        if guard is None:
-            optimizers.plain_step_begins(optimizer)
         return guard
 
 

@@ -29,7 +29,7 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.skips import OwnSteps, Skips, StepCounts, StepWatch
+from autoamp.stepping.skips import OwnSteps, Skips, Step, StepCounts, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
 __all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
@@ -72,8 +72,7 @@ class GuardedOptimizers:
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: Hears of losses, steps and skips, for diagnostics.
-        on_stepped: Called after each step of an optimizer with its `Skips`, or with None for an optimizer without loss
-            scaling.
+        on_stepped: Called after each step of an optimizer, with or without loss scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
             asks.
         look: Called with an optimizer that is about to step, and its guard if it has one; returns whether to skip the
@@ -91,7 +90,7 @@ class GuardedOptimizers:
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.max_consecutive_skips = 50
         self.watch = StepWatch()
-        self.on_stepped: Callable[[Skips | None], None] = lambda skips: None
+        self.on_stepped: Callable[[Step], None] = lambda step: None
         self.on_unguarded: Callable[[Any], None] | None = None
         self.look: Callable[[Any, StepGuard | None], bool] = lambda *_: False
         self.undoes_steps = False
@@ -112,7 +111,7 @@ class GuardedOptimizers:
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
         self.watch.step_begins()
-        self.counts.step_begins(guard.skips)
+        self.counts.step_begins(guard.skips.step)
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
         self.compare_settings(guard)
@@ -153,11 +152,13 @@ class GuardedOptimizers:
             masters = {"masters": str(guard.masters is not None)}
             compare_ranks(sets, {**settings.facts(), **masters, **scalers}, settings.rules())
 
-    def plain_step_begins(self, optimizer: Any) -> None:
-        """Hear of the step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
+    def plain_step_begins(self, optimizer: Any) -> Step:
+        """Begin a step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
         self._left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
         self.watch.step_begins()
         self.check_underflow(optimizer)
+        self.counts.last = Step()
+        return self.counts.last
 
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
@@ -170,12 +171,12 @@ class GuardedOptimizers:
 
     def step_ended(self, guard: StepGuard) -> None:
         """Call `on_stepped`."""
-        self.on_stepped(guard.skips)
+        self.on_stepped(guard.skips.step)
 
-    def plain_step_ended(self) -> None:
+    def plain_step_ended(self, step: Step) -> None:
         """Count a step of an optimizer without loss scaling, and call `on_stepped`."""
         self.counts.plain += 1
-        self.on_stepped(None)
+        self.on_stepped(step)
 
     def step_skipped(self) -> None:
         """Count a skip."""
@@ -324,7 +325,7 @@ class GuardedOptimizers:
         """Take note of an optimizer that scales its loss itself. Nobody waits for the device."""
         self.counts.own = self.counts.own or OwnSteps()
         self.counts.own.scalers[skips] = scaler
-        self.counts.last = skips
+        self.counts.last = skips.step
 
     # -- masters --
 

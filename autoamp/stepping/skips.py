@@ -1,4 +1,4 @@
-"""How many steps an optimizer took, and which of them were skips.
+"""What became of a step, how many steps an optimizer took, and which of them were skips.
 
 Where the optimizer gets the flag of an overflow on its device, a step is counted before the host knows whether it was a
 skip. Reading the number of skips waits for the device.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoamp.scaling import LossScaler, UnreadFlags
 
-__all__ = ["OwnSteps", "SkipOwner", "Skips", "StepCounts", "StepWatch"]
+__all__ = ["OwnSteps", "SkipOwner", "Skips", "Step", "StepCounts", "StepWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,31 @@ class SkipOwner(Protocol):
         """Hear of each skip, as soon as it is known."""
 
 
+class Step:
+    """What became of one call of ``optimizer.step()``, of any optimizer and by whatever rule.
+
+    Attributes:
+        flag: Not 0 for a skip, if the optimizer takes the flag of an overflow on its device.
+    """
+
+    __slots__ = ("_skipped", "flag")
+
+    def __init__(self) -> None:
+        self.flag: Tensor | None = None
+        self._skipped: bool | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped; False while it runs. Waits for the device where that alone knows."""
+        if self._skipped is None and self.flag is not None:
+            self._skipped = bool(self.flag)
+        return bool(self._skipped)
+
+    @skipped.setter
+    def skipped(self, skipped: bool) -> None:
+        self._skipped = skipped
+
+
 class Skips:
     """How many steps one optimizer took, and which were skips. Reading them waits for flags on the device.
 
@@ -68,6 +93,7 @@ class Skips:
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
+        step: The last of these calls.
         name: As given.
         owner: As given.
         explanation: What explains the last skip; None if diagnostics did not record it.
@@ -76,11 +102,12 @@ class Skips:
 
     def __init__(self, name: str, owner: SkipOwner) -> None:
         self.steps = 0
+        self.step = Step()
         self.owner = owner
         self.explanation: Any = None
         self.name = name
         self._total = self._in_a_row = 0
-        self._last = self.has_held = False
+        self.has_held = False
         # Those of the scaler that hears of the last steps later than they are taken.
         self._unread: UnreadFlags | None = None
 
@@ -101,16 +128,11 @@ class Skips:
         self.catch_up()
         self._in_a_row = count
 
-    @property
-    def last(self) -> bool:
-        """Whether the last step was a skip."""
-        self.catch_up()
-        return self._last
-
-    @last.setter
-    def last(self, skipped: bool) -> None:
-        self.catch_up()
-        self._last = skipped
+    def begin(self) -> Step:
+        """Begin the record of another step."""
+        self.steps += 1
+        self.step = Step()
+        return self.step
 
     def catch_up(self) -> None:
         """Learn what became of the last steps where that is on the device still; waits for it."""
@@ -129,16 +151,17 @@ class Skips:
         return self._in_a_row
 
     def count(self, skipped: bool, scaler: LossScaler | None = None, scale: float = 1.0) -> None:
-        """Count a step. Of a skip the scaler is given, and the scale that was too high."""
+        """Count the last step. Of a skip the scaler is given, and the scale that was too high."""
         self.catch_up()
-        self._count(skipped, scaler, scale)
+        self._count(self.step, skipped, scaler, scale)
 
-    def tell(self, scaler: LossScaler, scale: float, skipped: bool) -> None:
+    def tell(self, step: Step, scaler: LossScaler, scale: float, skipped: bool) -> None:
         """Count a step that was taken earlier."""
-        self._count(skipped, scaler, scale, late=True)
+        self._count(step, skipped, scaler, scale, late=True)
 
-    def _count(self, skipped: bool, scaler: LossScaler | None, scale: float, *, late: bool = False) -> None:
-        self._last = skipped
+    def _count(self, step: Step, skipped: bool, scaler: LossScaler | None, scale: float, *, late: bool = False) -> None:
+        if skipped or step.flag is None:
+            step.skipped = skipped
         self._total += skipped
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         watch = self.owner.watch
@@ -203,14 +226,14 @@ class StepCounts:
         guarded: How many optimizers were ever guarded.
         own: What the program's own `FP16_Optimizer` did; None where it has none.
         own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
-        last: What is known of the optimizer that stepped last.
+        last: The last step of any optimizer.
     """
 
     def __init__(self, catch_up: Callable[[], None]) -> None:
         self.steps = self.plain = self.guarded = 0
         self.own: OwnSteps | None = None
         self.own_scale: SupportsFloat | None = None
-        self.last: Skips | None = None
+        self.last = Step()
         self._catch_up = catch_up
         self._skipped = 0
 
@@ -236,15 +259,10 @@ class StepCounts:
             return self.own.loss_scale
         return ours if self.own_scale is None else float(self.own_scale)
 
-    @property
-    def last_skipped(self) -> bool:
-        """Whether the last step of any optimizer was a skip. Waits as `skipped` does."""
-        return self.last is not None and self.last.last
-
-    def step_begins(self, skips: Skips) -> None:
-        """Count a step, of an optimizer of which this is known."""
+    def step_begins(self, step: Step) -> None:
+        """Count a step of a guarded optimizer."""
         self.steps += 1
-        self.last = skips
+        self.last = step
 
     def add_skip(self) -> None:
         """Count a skip."""

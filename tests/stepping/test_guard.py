@@ -35,7 +35,7 @@ OPTIMIZERS: list[Callable[..., Any]] = [
 def test_a_skip_leaves_everything_as_it_was(optimizer: Callable[..., Any]) -> None:
     setup = Setup(optimizer)
     hooks, skips = list[str](), setup.guard.skips
-    setup.optimizer.register_step_pre_hook(lambda *_: hooks.append("after a skip" if skips.last else "pre"))
+    setup.optimizer.register_step_pre_hook(lambda *_: hooks.append("after a skip" if skips.step.skipped else "pre"))
     setup.optimizer.register_step_post_hook(lambda *_: hooks.append("post"))
     setup.backward()
     setup.optimizer.step()
@@ -51,14 +51,14 @@ def test_a_skip_leaves_everything_as_it_was(optimizer: Callable[..., Any]) -> No
         for name, value in entry.items():
             assert torch.equal(after["state"][index][name], value)
     assert hooks == []
-    assert (skips.steps, skips.total, skips.in_a_row, skips.last) == (2, 1, 1, True)
+    assert (skips.steps, skips.total, skips.in_a_row, skips.step.skipped) == (2, 1, 1, True)
     assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (512.0, 0)
     setup.optimizer.zero_grad()
     setup.backward()
     setup.optimizer.step()
     assert hooks == ["pre", "post"]
     assert not torch.equal(setup.param, weights)
-    assert (skips.steps, skips.total, skips.in_a_row, skips.last) == (3, 1, 0, False)
+    assert (skips.steps, skips.total, skips.in_a_row, skips.step.skipped) == (3, 1, 0, False)
 
 
 def test_halves_that_overflow_by_the_scale_alone_train_on() -> None:
@@ -415,6 +415,6 @@ def test_gradients_of_parameters_added_after_a_block_are_unscaled_and_checked(wh
     if when == "before the next block":
         backward(1.0)
     setup.optimizer.step()
-    assert setup.guard.skips.last is (factor != 1.0)
+    assert setup.guard.skips.step.skipped is (factor != 1.0)
     steps = 0.0 if factor != 1.0 else 2.0 if when == "before the next block" else 1.0
     assert late.tolist() == setup.param.tolist() == [1.0 - 0.5 * steps] * 2

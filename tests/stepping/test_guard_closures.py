@@ -115,7 +115,7 @@ def test_a_first_evaluation_that_cannot_be_saved_is_a_skip(scaler: LossScaler) -
     assert curve.param.tolist() == [0.0] * 4
     assert not curve.optimizer.state
     assert curve.evaluations == [64.0]
-    assert (curve.guard.skips.total, curve.guard.skips.last) == (1, True)
+    assert (curve.guard.skips.total, curve.guard.skips.step.skipped) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -289,14 +289,14 @@ def test_the_skips_of_all_optimizers_are_counted_together(
     backward(optimizers, one, first, float("nan"))
     backward(optimizers, other, second)
     first.step()
-    assert (optimizers.counts.skipped, optimizers.counts.last_skipped) == (1, True)
+    assert (optimizers.counts.skipped, optimizers.counts.last.skipped) == (1, True)
     second.step()
-    assert (optimizers.counts.skipped, optimizers.counts.last_skipped) == (1, False)
+    assert (optimizers.counts.skipped, optimizers.counts.last.skipped) == (1, False)
     for parameter, optimizer in ((one, first), (other, second)):
         optimizer.zero_grad()
         backward(optimizers, parameter, optimizer, float("nan"))
         optimizer.step()
-    assert (optimizers.counts.skipped, optimizers.counts.last_skipped) == (3, True)
+    assert (optimizers.counts.skipped, optimizers.counts.last.skipped) == (3, True)
     assert (one.tolist(), other.tolist()) == ([1.0, 1.0], [0.5, 0.5])
     # They outlast the optimizers.
     del first, second, optimizer
@@ -365,7 +365,7 @@ def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips
             norm = clip_grad_norm_(agreeing, optimizer, 1.0, 2.0)
             assert float(norm) == (float("inf") if skips else pytest.approx(18.0**0.5))
         optimizer.step()
-        assert agreeing.counts.last_skipped is skips
+        assert agreeing.counts.last.skipped is skips
     moved = 0.5 * (0.5**0.5 if clips else 3.0)
     assert parameter.tolist() == pytest.approx([1.0 - moved] * 2, abs=1e-5)
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (512.0, 1)
@@ -404,7 +404,7 @@ def test_a_rank_that_scaled_no_loss_goes_by_what_another_found(
     agreeing.guard(optimizer)
     parameter.sum().backward()
     optimizer.step()
-    assert agreeing.counts.last_skipped is skipped
+    assert agreeing.counts.last.skipped is skipped
     assert parameter.tolist() == ([1.0, 1.0] if skipped else [0.5, 0.5])
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (scale, unskipped)
 
@@ -452,7 +452,7 @@ def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
     agreeing.guard(optimizer)
     optimizer.step(closure)
     assert scales == [1024.0 * 0.5**count for count in range(evaluations)]
-    assert agreeing.counts.last_skipped
+    assert agreeing.counts.last.skipped
     assert parameter.tolist() == [1.0, 1.0]
 
 
@@ -474,7 +474,7 @@ def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: Guarde
     optimizer.zero_grad()
     backward(agreeing, parameter, optimizer)
     optimizer.step()
-    assert agreeing.counts.last_skipped
+    assert agreeing.counts.last.skipped
     # A rank without gradients takes part in the agreement.
     other = agreeing.scalers[0]
     with agreeing.scaled((parameter.detach() * 0).sum(), optimizer, other, delay_unscale=False):

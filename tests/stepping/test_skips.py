@@ -18,14 +18,26 @@ def test_steps_whose_flags_are_read_later_are_counted_in_order() -> None:
     owner = Owner()
     skips, scaler = Skips("SGD", owner), StaticLossScaler(4.0)
     unread = UnreadFlags(("cpu",))
+    late = skips.begin()
     skips.wait_by(unread)
-    unread.add(torch.ones(1), lambda found: skips.tell(scaler, 4.0, found))
+    unread.add(torch.ones(1), lambda found: skips.tell(late, scaler, 4.0, found))
     assert (skips.in_a_row_known, owner.skipped) == (0, 0)
+    assert not skips.begin().skipped
     skips.count(True, scaler, 4.0)
-    assert (skips.total, skips.in_a_row, skips.last, owner.skipped) == (2, 2, True, 2)
+    assert (skips.total, skips.in_a_row, skips.step.skipped, owner.skipped) == (2, 2, True, 2)
     assert skips.in_a_row_known == 2
+    skips.begin()
     skips.count(False)
-    assert (skips.total, skips.in_a_row, skips.last) == (2, 0, False)
+    assert (skips.total, skips.in_a_row, skips.step.skipped, late.skipped) == (2, 0, False, True)
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_the_record_of_a_step_reads_the_flag_that_the_optimizer_took(found: float) -> None:
+    skips = Skips("SGD", Owner())
+    step = skips.begin()
+    step.flag = torch.full((), found)
+    skips.count(False)
+    assert step.skipped is bool(found)
 
 
 def test_steps_of_all_kinds_are_counted_together() -> None:
