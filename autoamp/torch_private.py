@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "ASKED",
@@ -41,10 +42,12 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OperatorMode",
+    "Unnoticed",
     "at_end_of_pass",
     "attribute_in_dynamo",
     "autocast_registrations",
     "compiled_graphs",
+    "compiled_wrappers",
     "compiler_callback",
     "current_graph_task",
     "current_node",
@@ -58,7 +61,7 @@ __all__ = [
     "function_of_node",
     "in_dual_level",
     "in_function_mode",
-    "insert_function_mode",
+    "insert_modes",
     "is_any_autocast_enabled",
     "is_intercepted",
     "is_parallelized",
@@ -72,7 +75,7 @@ __all__ = [
     "number_of_node",
     "number_of_nodes",
     "partial_in_dynamo",
-    "remove_function_mode",
+    "remove_modes",
     "schema_of",
     "start_no_graph",
     "trace_as",
@@ -133,34 +136,54 @@ def _tracing() -> bool | None:
 is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled", _any_autocast)
 """Whether this thread is in a ``torch.autocast`` region of any device type."""
 
-in_function_mode: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled", lambda: True)
-"""Whether a `TorchFunctionMode` intercepts calls of torch's functions."""
-
-_function_modes = tuple(
-    _find(f"torch.overrides.{name}", None) for name in ("_get_current_function_mode_stack", "_pop_mode", "_push_mode")
-)
+_has_function_modes: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled", lambda: True)
+_STACK = ("_get_current_{}_mode_stack", "_pop_mode", "_push_mode")
+_function_modes = tuple(_find(f"torch.overrides.{name.format('function')}", None) for name in _STACK)
+_dispatch_modes = tuple(_find(f"torch.utils._python_dispatch.{name.format('dispatch')}", None) for name in _STACK)
 _default_device = _find("torch._GLOBAL_DEVICE_CONTEXT", None)
 
 
-def insert_function_mode(mode: Any) -> None:
-    """Let a `TorchFunctionMode` intercept calls below all others, which a program may enter and leave meanwhile."""
-    if None not in _function_modes:
-        modes = _function_modes[0]()
-        # torch expects that of `torch.set_default_device` at the bottom.
-        default = getattr(_default_device, "device_context", None)
-        place = sum(one is default for one in modes[:1])
-        _replace_modes([*modes[:place], mode, *modes[place:]])
+class Unnoticed:
+    """The base of modes that change nothing, so that all is computed as without them."""
 
 
-def remove_function_mode(mode: Any) -> None:
-    """End what `insert_function_mode` began in this thread, if anything."""
-    if None not in _function_modes and mode in (modes := _function_modes[0]()):
-        _replace_modes([one for one in modes if one is not mode])
+def in_function_mode() -> bool:
+    """Whether a `TorchFunctionMode` that is not `Unnoticed` intercepts calls of torch's functions."""
+    return _has_function_modes() and _has_others(_function_modes)
 
 
-def _replace_modes(modes: Sequence[Any]) -> None:
-    stack, pop, push = _function_modes
-    for _ in stack():
+def _has_others(modes: tuple[Any, ...]) -> bool:
+    return modes[0] is None or not all(isinstance(mode, Unnoticed) for mode in modes[0]())
+
+
+def insert_modes(*modes: Any) -> None:
+    """Let modes intercept calls below all others, which a program may enter and leave meanwhile."""
+    for mode in modes:
+        stack = _stack_of(mode)
+        if None not in stack:
+            others = stack[0]()
+            # torch expects that of `torch.set_default_device` at the bottom.
+            default = getattr(_default_device, "device_context", mode)
+            place = sum(one is default for one in others[:1])
+            _replace_modes(stack, [*others[:place], mode, *others[place:]])
+
+
+def remove_modes(*modes: Any) -> None:
+    """End what `insert_modes` began in this thread, if anything."""
+    for mode in modes:
+        stack = _stack_of(mode)
+        modes_now = [] if None in stack else stack[0]()
+        if any(one is mode for one in modes_now):
+            _replace_modes(stack, [one for one in modes_now if one is not mode])
+
+
+def _stack_of(mode: Any) -> tuple[Any, ...]:
+    return _function_modes if isinstance(mode, TorchFunctionMode) else _dispatch_modes
+
+
+def _replace_modes(stack: tuple[Any, ...], modes: Sequence[Any]) -> None:
+    current, pop, push = stack
+    for _ in current():
         pop()
     for one in modes:
         push(one)
@@ -169,8 +192,16 @@ def _replace_modes(modes: Sequence[Any]) -> None:
 tracing_state: Callable[[], Any] = _find("torch._C._get_tracing_state", _tracing)
 """The state of a `torch.jit.trace` that runs; None where none does."""
 
-dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 1)
-"""How many `TorchDispatchMode`s intercept operators."""
+_number_of_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 1)
+
+
+def dispatch_modes() -> int:
+    """Return how many `TorchDispatchMode`s intercept operators, without those that are `Unnoticed`."""
+    count = _number_of_dispatch_modes()
+    if count and _dispatch_modes[0] is not None:
+        count -= sum(isinstance(mode, Unnoticed) for mode in _dispatch_modes[0]())
+    return count
+
 
 DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", None)
 """The base class of what intercepts operators; None where it is missing, and then nobody looks at operators."""
@@ -209,6 +240,12 @@ def compiled_graphs() -> int:
     """Return how many graphs torch.compile has made in this process; imports nothing, 0 where it does not tell."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("stats", {}).get("unique_graphs", 0))
+
+
+def compiled_wrappers() -> int:
+    """Return by how many backends torch.compile is to compile, whose wrappers may not have been called yet."""
+    backends = getattr(sys.modules.get("torch._dynamo.eval_frame"), "cached_backends", {})
+    return sum(map(callable, backends.values()))
 
 
 def forget_compiled_code() -> None:

@@ -129,6 +129,12 @@ _KNOWN = surroundings()
 
 
 @pytest.fixture(autouse=True)
+def no_compiled_code() -> None:
+    """A program that uses torch.compile is not recorded; the tests before this one do not count."""
+    torch._dynamo.eval_frame.cached_backends.clear()
+
+
+@pytest.fixture(autouse=True)
 def same_surroundings() -> Iterator[None]:
     """Prove that a test, and what was imported for it, left the process as it was at first."""
     yield

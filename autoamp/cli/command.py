@@ -87,8 +87,7 @@ handle.consistency
 
 _REPLAY_HELP = """\
 Runs the step in a file of `autoamp run --capsule DIR` again, and names the op that made inf or nan. The exit code is 0
-if it is the op that the run named, else 1. The file holds a pickle, and loading it runs its code: replay only files
-that you trust.
+if it is the op that the run named, else 1. Nothing of the program is needed, and no code in the file runs.
 """
 
 

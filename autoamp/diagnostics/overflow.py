@@ -1,7 +1,7 @@
-"""Why a step was skipped: each skip explained, by running what was recorded of the step again.
+"""Why a step was skipped: each skip explained, by the tape of the step, which runs again by itself.
 
-`OverflowTrace` looks on as losses are scaled and optimizers step. While steps are clean it keeps references and sums; a
-skip it explains at once, before the program goes on.
+`OverflowTrace` looks on as losses are scaled and optimizers step. A skip it explains at once, before the program goes
+on. Nothing of the program runs a second time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -22,16 +22,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
-from autoamp.diagnostics.findings import first_cause, unlocated
-from autoamp.diagnostics.inspector import nonfinite_value
+from autoamp.diagnostics.findings import Evidence, explain_evidence, named_tensors, unlocated
+from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation
-from autoamp.diagnostics.records import Record, RecordedStep, Recorder
-from autoamp.diagnostics.replay import CannotReplay, KeptState, gradients_of, unwrapped
+from autoamp.diagnostics.origins import nonfinite_value
+from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
 from autoamp.scaling import scaled_loss
 from autoamp.stepping import Skips, StepWatch, several_processes
-from autoamp.torch_private import compiler_callback
+from autoamp.tape import CannotRerun
+from autoamp.torch_private import compiler_callback, undisturbed
 
 __all__ = ["OverflowTrace"]
 
@@ -55,7 +56,7 @@ class OverflowTrace(StepWatch):
     Attributes:
         always: As given.
         all: The overflows, the last `keeps`.
-        recorder: Records the calls of each step, so that a step that overflowed can run again.
+        recorder: Records tapes of steps.
         listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
     """
@@ -67,7 +68,7 @@ class OverflowTrace(StepWatch):
         self._casts = casts
         self._observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        self.recorder = Recorder(casts, always=always)
+        self.recorder = StepRecorder(always=always)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
@@ -113,7 +114,7 @@ class OverflowTrace(StepWatch):
         if not skipped or scale is None:
             # Another optimizer may step by the same calls, and be skipped.
             if not late and len(self._skips) == 1:
-                self.recorder.step.records.clear()
+                self.recorder.step.drop()
             return None
         is_fixed = next_scale is not None and next_scale >= scale
         if not self._is_recorded:
@@ -149,41 +150,47 @@ class OverflowTrace(StepWatch):
         if isinstance(found.verdict, NotLocated):
             found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
         found = replace(found, iteration=None if late else self._steps - 1)
-        is_located = found.module is not None and not isinstance(found.verdict, NotLocated)
-        if not is_located or not (self.always or isinstance(found.verdict, ScaleSearch)):
+        if isinstance(found.verdict, NotLocated) or not (self.always or isinstance(found.verdict, ScaleSearch)):
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
         log.log(level, "%s", found)
-        # The records of a step whose overflow is known late are gone by then.
+        # The tape of a step whose overflow is known late is gone by then.
         if self.capsules is not None and not late:
-            self.capsules.write(found, self.recorder.step.records, found.loss_scale or 1.0)
+            self.capsules.write(found, lambda: self.evidence(self.recorder.step, found.loss_scale or 1.0))
         return found
 
     # -- finding it --
 
-    def explain_records(self, records: list[Record], scale: float) -> Overflow:
-        """Run calls again, as those of a capsule, and return what made inf or nan at a loss scale."""
-        return self._explain(RecordedStep(records=records), scale)
+    def evidence(self, step: RecordedStep, scale: float) -> Evidence:
+        """Return what a verdict on a step is found by.
+
+        Raises:
+            CannotRerun: The step was not recorded.
+        """
+        self.recorder.stop()
+        if step.recording is None:
+            raise CannotRerun("no call of a model that records gradients was seen in this step")
+        tape = step.recording.tape
+        with undisturbed():
+            named = () if tape.incomplete else named_tensors(step, tape)
+        return Evidence(tape, named, scale, self._casts.dtype)
 
     def _explain(self, step: RecordedStep, scale: float, late: bool = False) -> Overflow:
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
         try:
-            with self.apart():
-                found = first_cause(step, self._casts, scale)
-        except CannotReplay as error:
+            with self._observation.quietly(), self._casts.switched(False, forced_off=True):
+                found = explain_evidence(self.evidence(step, scale))
+        except CannotRerun as error:
             return unlocated(str(error))
         except Exception as error:
-            log.debug("the step could not be run again", exc_info=True)
+            log.debug("the tape of a step could not be looked at", exc_info=True)
             return unlocated(f"running the step again raised {type(error).__name__}: {error}")
-        if found is not None:
-            return found
-        if several_processes() and any(unwrapped(record.module) is not record.module for record in step.records):
+        wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
+        if isinstance(found.verdict, NotLocated) and several_processes() and wrapped:
             advice = "trace overflows on all ranks, and look at what the other ranks log"
             return Overflow(Communication(), suggestion=advice)
-        if not step.records:
-            return unlocated("no call of a module was recorded in this step")
-        return unlocated("run again, the step gave finite gradients")
+        return found
 
     def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
         """Return the first overflow of a loss and its gradients; see `autoamp.runtime.Handle.explain_overflow`.
@@ -193,23 +200,37 @@ class OverflowTrace(StepWatch):
             scale: The loss scale.
         """
         with self.apart() as state, self.recorder.one_step() as recorded:
-            with self.recorder.loss_only():
-                loss = compute_loss()
-                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    self.recorder.refuse_in_loss(f"returned {kind_of(loss)}, not a tensor of one element with a graph")
-            self.recorder.note_loss(loss, scale)
-            gradients: Sequence[Tensor | None] = ()
+            self.recorder.paused = False
+            assert recorded.recording is not None
             try:
-                gradients = gradients_of(reached_by([loss])[0], [scaled_loss(loss, scale)])
-            except CannotReplay as error:
-                # The backward pass of a reentrant checkpoint: an overflow before that may still be located.
-                if not nonfinite_value(loss):
-                    return replace(unlocated(str(error)), loss_scale=scale)
-            if not nonfinite_value(loss, *gradients):
-                return None
-            # The calls run again from the state in which the step began.
-            state.restore()
-            return replace(self._explain(recorded, scale), loss_scale=scale)
+                with self.recorder.loss_only():
+                    loss = compute_loss()
+                    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                        self.recorder.refuse_in_loss(
+                            f"returned {kind_of(loss)}, not a tensor of one element with a graph"
+                        )
+                self.recorder.note_loss(loss, scale)
+                gradients, why = self._gradients(loss, scale)
+            finally:
+                self.recorder.stop()
+                # What is outside of the step is as it was, so that the tape runs again from there.
+                recorded.recording.tape.undo()
+                state.restore()
+            if nonfinite_value(loss, *gradients):
+                return replace(self._explain(recorded, scale), loss_scale=scale)
+            return None if why is None else replace(unlocated(why), loss_scale=scale)
+
+    def _gradients(self, loss: Tensor, scale: float) -> tuple[tuple[Tensor | None, ...], str | None]:
+        """Return the gradients of a loss, or why there are none: the backward pass of some checkpoints raises."""
+        root, leaves = scaled_loss(loss, scale), reached_by([loss])[0]
+        try:
+            with self.recorder.begin_backward():
+                gradients = torch.autograd.grad([root], leaves, retain_graph=True, allow_unused=True)
+            self.recorder.step.grads = dict(zip(leaves, gradients, strict=True))
+            return gradients, None
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            return (), f"the backward pass raised {type(error).__name__}: {first}"
 
     @contextlib.contextmanager
     def apart(self, *, hooked: bool = True) -> Iterator[KeptState]:

@@ -78,7 +78,7 @@ def init(
         trace_overflow: Explain each skipped step, in `Handle.last_overflow`; see docs/diagnostics.md. It changes no
             result. A skipped step is run again, forward and backward, some times.
         capsule: A folder. The first step of each cause of inf or nan is written to a file there, for
-            ``autoamp replay``, with the weights and inputs of the step. Implies ``trace_overflow``; needs cloudpickle.
+            ``autoamp replay``, with the weights and inputs of the step. Implies ``trace_overflow``.
         on_nonfinite: What to do with a step that no loss scale guards and whose gradients hold inf or nan: ``"warn"``
             once, ``"raise"`` `NonFiniteGradientsError` before it, or ``"skip"`` it. The last two wait for a GPU at each
             step.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.nn import Module
@@ -92,8 +91,7 @@ class Runtime:
         self.observation = Observation(self.casts)
         self.overflows = OverflowTrace(self.casts, self.observation, always=settings.trace_overflow)
         if settings.capsule is not None:
-            kept = replace(settings, capsule=None, loss_scale=None)
-            self.overflows.capsules = CapsuleWriter(settings.capsule, kept, self.precisions.of)
+            self.overflows.capsules = CapsuleWriter(settings.capsule)
         self.optimizers.watch = self.overflows
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
 

@@ -72,7 +72,7 @@ class Settings:
 
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""
-        # trace_overflow: all ranks or none run a step that failed again, since its collectives wait for all.
+        # trace_overflow: each rank locates its own overflows alone.
         names = ("opt_level", "device_type", "scope", "enable_caching", "trace_overflow", "on_nonfinite")
         return {
             "the version of autoamp": versions()["autoamp"],

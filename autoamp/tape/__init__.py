@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.tape.contents import Load, Op, Place, Ref, Tape
-from autoamp.tape.files import load_tape, save_tape
-from autoamp.tape.record import record
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, writes_of
+from autoamp.tape.files import escaped, load_tape, save_tape
+from autoamp.tape.record import Recording, record
 from autoamp.tape.rerun import CannotRerun, Rerun, everything
 
 __all__ = [
@@ -12,11 +12,16 @@ __all__ = [
     "Load",
     "Op",
     "Place",
+    "Recording",
     "Ref",
     "Rerun",
+    "Seed",
     "Tape",
+    "escaped",
     "everything",
+    "iter_refs",
     "load_tape",
     "record",
     "save_tape",
+    "writes_of",
 ]

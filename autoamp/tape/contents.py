@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoamp.tensors import version_of
 from autoamp.torch_private import schema_of, undisturbed
 
-__all__ = ["Load", "Op", "Place", "Ref", "Tape", "iter_refs", "ref_to", "writes_of", "written"]
+__all__ = ["Load", "Op", "Place", "Ref", "Seed", "Tape", "iter_refs", "ref_to", "writes_of", "written"]
 
 _EMPTY = frozenset(
     f"aten::{name}"
@@ -42,11 +42,23 @@ class Ref(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an operator was called: the patched function, the path of the module, and the line of the program."""
+    """Where an operator was called.
+
+    Attributes:
+        function: The function of torch, as lists have it.
+        module: The path of the module.
+        location: The line of the program.
+        names: All names under which lists have the function, as it was called there.
+        is_cast: Whether it is a cast that was made for another function.
+        in_place: Whether the function writes to its first argument.
+    """
 
     function: str | None = None
     module: str | None = None
     location: str | None = None
+    names: tuple[str, ...] = ()
+    is_cast: bool = False
+    in_place: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +93,12 @@ class Load:
             return self.owner.untyped_storage().data_ptr() == self.origin.data_ptr()
 
 
+class Seed(NamedTuple):
+    """A backward pass begins with this gradient, which no operator made for it."""
+
+    ref: Ref
+
+
 @dataclass(eq=False, slots=True)
 class Op:
     """A call of an operator that computes or writes something. Views are left out: a `Ref` shows what they show.
@@ -93,6 +111,7 @@ class Op:
         grad: Whether gradients were recorded.
         phase: ``"forward"``, ``"backward"``, or ``"recomputation"`` for what a checkpoint computes again.
         is_recorded: Whether its results were recorded, since they are random or come from other ranks.
+        is_seed: Whether it made the gradient with which a backward pass begins.
     """
 
     func: Any
@@ -103,6 +122,7 @@ class Op:
     grad: bool
     phase: str
     is_recorded: bool = False
+    is_seed: bool = False
 
     @property
     def name(self) -> str:
@@ -125,7 +145,7 @@ class Tape:
         nbytes: The bytes of the values that it holds and the program does not.
     """
 
-    events: list[Load | Op] = field(default_factory=list)
+    events: list[Load | Seed | Op] = field(default_factory=list)
     incomplete: str | None = None
     nbytes: int = 0
     memories: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)

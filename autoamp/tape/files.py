@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from autoamp.errors import TapeError
-from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs
 from autoamp.tape.rerun import typed
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import OpOverload, undisturbed
 
-__all__ = ["load_tape", "save_tape"]
+__all__ = ["escaped", "load_tape", "save_tape"]
 
-_FORMAT, _VERSION = "autoamp.tape", 1
+_FORMAT, _VERSION = "autoamp.tape", 2
 _PHASES = ("forward", "backward", "recomputation")
 # Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.
 _NAMESPACES = ("aten", "mkldnn", "torchvision")
@@ -25,12 +25,15 @@ _NAMESPACES = ("aten", "mkldnn", "torchvision")
 _NAMED: dict[str, Any] = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
-def save_tape(tape: Tape, path: str | os.PathLike[str]) -> None:
+def save_tape(tape: Tape, path: str | os.PathLike[str] | IO[bytes]) -> dict[int, int]:
     """Write a tape to a file. It holds the values that the step took from outside, such as weights and inputs.
 
     Args:
         tape: A complete tape. No tensor that it read may have been written to since.
         path: The file.
+
+    Returns:
+        By how many elements the offset of a `Ref` is smaller in the file, by its memory.
 
     Raises:
         TapeError: The tape cannot run again.
@@ -46,16 +49,20 @@ def save_tape(tape: Tape, path: str | os.PathLike[str]) -> None:
             with undisturbed():
                 shown = typed(event.storage, event.dtype, (stop - start,), (1,), start).clone()
             events.append(["load", event.memory, event.is_made, shown])
+        elif isinstance(event, Seed):
+            events.append(["seed", _encoded(event.ref, shifts)])
         else:
-            values = (event.args, event.kwargs, event.outputs, tuple(event.place))
+            values = (event.args, event.kwargs, event.outputs, list(event.place))
             encoded = [_encoded(value, shifts) for value in values]
-            events.append(["op", event.func.name(), *encoded, event.grad, event.phase, event.is_recorded])
+            flags = [event.grad, event.phase, event.is_recorded, event.is_seed]
+            events.append(["op", event.func.name(), *encoded, *flags])
     torch.save(
         {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__.split("+")[0], "events": events}, path
     )
+    return {memory: start for memory, (start, _) in shifts.items()}
 
 
-def load_tape(path: str | os.PathLike[str]) -> Tape:
+def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
     """Read a tape from a file. No code in the file runs, and texts in it are escaped for a terminal.
 
     Where the machine has no accelerator its tensors are put on the CPU.
@@ -63,19 +70,28 @@ def load_tape(path: str | os.PathLike[str]) -> Tape:
     Raises:
         TapeError: The file is no tape, is damaged, has a newer format or an operator that this torch lacks.
     """
+    shown = repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else "the file"
     place = None if torch.accelerator.is_available() else "cpu"
     try:
         found = torch.load(path, weights_only=True, map_location=place)
     except OSError as error:
-        raise TapeError(f"{os.fspath(path)!r} cannot be read: {error.strerror}") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TapeError(f"{os.fspath(path)!r} is not a tape: it is no file of plain values and tensors") from error
+        raise TapeError(f"{shown} cannot be read: {error.strerror}") from error
+    except (
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise TapeError(f"{shown} is not a tape: it is no file of plain values and tensors") from error
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise TapeError(f"{os.fspath(path)!r} is not a tape: expected the format {_FORMAT!r}")
+        raise TapeError(f"{shown} is not a tape: expected the format {_FORMAT!r}")
     if found.get("version") != _VERSION:
-        version = _escaped(str(found.get("version")))
+        version = escaped(str(found.get("version")))
         raise TapeError(
-            f"{os.fspath(path)!r} has version {version} of the format, expected {_VERSION}; upgrade autoamp"
+            f"{shown} has version {version} of the format, expected {_VERSION}; use the autoamp that wrote it"
         )
     tape = Tape()
     try:
@@ -84,7 +100,7 @@ def load_tape(path: str | os.PathLike[str]) -> Tape:
     except TapeError:
         raise
     except Exception as error:
-        raise TapeError(f"{os.fspath(path)!r} is a damaged tape: entry {len(tape.events)} is malformed") from error
+        raise TapeError(f"{shown} is a damaged tape: entry {len(tape.events)} is malformed") from error
     return tape
 
 
@@ -147,17 +163,26 @@ def _named(kind: str, name: str) -> Any:
     return found
 
 
-def _event(value: Any) -> Load | Op:
+def _event(value: Any) -> Load | Seed | Op:
     match value:
+        case ["seed", ref] if isinstance(decoded := _decoded(ref), Ref):
+            return Seed(decoded)
         case ["load", int(memory), bool(is_made), Tensor() as shown] if shown.layout is torch.strided:
             storage = shown.contiguous().untyped_storage()
             return Load(memory, shown.dtype, storage, storage, is_made=is_made)
-        case ["op", str(name), list(args), dict(kwargs), outputs, [*place], bool(grad), str(phase), bool(is_recorded)]:
-            texts = [None if text is None else _escaped(text) for text in place]
+        case ["op", str(name), list(args), dict(kwargs), outputs, place, bool(), str(phase), bool(), bool()]:
             if phase not in _PHASES:
                 raise ValueError(phase)
             given = tuple(_decoded(args)), _decoded(kwargs), _decoded(outputs)
-            return Op(_operator(name), *given, Place(*texts), grad, phase, is_recorded)
+            return Op(_operator(name), *given, _place(place), *value[6:])
+    raise ValueError(value)
+
+
+def _place(value: Any) -> Place:
+    match value:
+        case [*texts, list(names), bool(is_cast), bool(in_place)] if len(texts) == 3:
+            shown = [None if text is None else escaped(text) for text in texts]
+            return Place(*shown, tuple(map(escaped, names)), is_cast, in_place)
     raise ValueError(value)
 
 
@@ -168,10 +193,10 @@ def _operator(name: str) -> Any:
     if namespace in _NAMESPACES and base != "from_file":
         found = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
     if not isinstance(found, OpOverload):
-        raise TapeError(f"the tape has the operator {_escaped(name)!r}, which torch {torch.__version__} lacks")
+        raise TapeError(f"the tape has the operator {escaped(name)!r}, which torch {torch.__version__} lacks")
     return found
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return a text from a file without what a terminal would act on."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)

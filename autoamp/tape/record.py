@@ -19,22 +19,25 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoamp.errors import UsageError
-from autoamp.tape.contents import Load, Op, Place, Ref, Tape, iter_refs, ref_to, written
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
 from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
 from autoamp.torch_private import (
     OperatorMode,
     OpOverload,
+    Unnoticed,
     compiled_graphs,
     current_graph_task,
     current_node,
     function_of_node,
+    insert_modes,
     number_of_node,
     number_of_nodes,
+    remove_modes,
     schema_of,
     undisturbed,
 )
 
-__all__ = ["MAX_BYTES", "record"]
+__all__ = ["MAX_BYTES", "Recording", "record"]
 
 log = logging.getLogger(__name__)
 
@@ -166,13 +169,18 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         limit: How many bytes the tape may hold.
     """
 
-    def __init__(self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: float) -> None:
+    def __init__(
+        self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: float, undoes: bool = True
+    ) -> None:
         super().__init__()
+        self._undoes = undoes
         self._tape = tape
         self._where = where
         self._look = look
         self._memories = _Memories(tape, limit)
         self._is_full = False
+        # Whether a backward pass is about to begin.
+        self._begins_backward = False
         # By the number of a node of the graph: the operator that made it, and where that was called.
         self._nodes: dict[int, tuple[str, Place]] = {}
         # A backward pass on a device runs in a thread of its own, which has this mode too.
@@ -190,6 +198,30 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
             with self._guarded():
                 self._end(before, args, kwargs, result)
         return result
+
+    def stop(self, why: str | None) -> None:
+        """Record no more.
+
+        Args:
+            why: Why the rest of the step is not on the tape, if it goes on.
+        """
+        if why is not None:
+            with self._guarded():
+                raise _NotOnTape(why)
+        self._is_full = True
+
+    @contextlib.contextmanager
+    def begin_backward(self, given: Any) -> Iterator[None]:
+        """Take note of the gradients with which a backward pass begins."""
+        before, self._begins_backward = self._begins_backward, True
+        try:
+            if not self._is_full:
+                with self._guarded():
+                    refs = [self._memories.read(tensor) for tensor in iter_tensors(given)]
+                    self._tape.events += [Seed(ref) for ref in refs]
+            yield
+        finally:
+            self._begins_backward = before
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -210,19 +242,28 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
             log.debug("an operator is not recorded", exc_info=True)
             reason = f"the recording failed: {type(error).__name__}: {error}"
         self._tape.incomplete = self._tape.incomplete or reason
+        if reason is not None and not self._undoes:
+            # Nothing of it runs again.
+            self._is_full = True
+            self._tape.events.clear()
 
     def _begin(self, func: Any, args: Any, kwargs: Any) -> Op | None:
         if not isinstance(func, OpOverload):
             raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
         # The first makes a tensor show another memory, as the next `Ref` of it tells.
-        if func.overloadpacket is torch.ops.aten.set_ or any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
+        if (
+            func.overloadpacket is torch.ops.aten.set_
+            or func.namespace == "profiler"
+            or any(tensor.is_meta for tensor in iter_tensors((args, kwargs)))
+        ):
             return None
         is_recorded = _is_collective(func) or _is_random(func, args)
         refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
         for ref in iter_refs(refs if _is_collective(func) else written(func, *refs)):
             self._memories.keep(ref.memory)
         place, phase = self._place(str(schema_of(func).name), args)
-        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded)
+        is_seed = self._begins_backward and func.overloadpacket is torch.ops.aten.ones_like and phase == "forward"
+        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed)
 
     def _refs(self, value: Any, is_recorded: bool) -> Any:
         """Return an argument with `Ref` in the place of tensors. An operator that is recorded needs no others."""
@@ -273,11 +314,13 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
 
     def _place_of_node(self, node: Any) -> Place:
         """Return the place of a node of the graph. It is unknown in doubt: a wrong line is worse than none."""
+        made_by, place = self._nodes.get(-1 if node is None else number_of_node(node), ("", Place()))
         function = None if node is None else function_of_node(node)
         if function is not None:
             # The program's line is in its backward function, if that is not torch's.
-            return Place() if function.__module__.partition(".")[0] in ("torch", "autoamp") else self._where()
-        made_by, place = self._nodes.get(-1 if node is None else number_of_node(node), ("", Place()))
+            if function.__module__.partition(".")[0] in ("torch", "autoamp"):
+                return Place()
+            return Place(function.__name__, place.module, self._where().location)
         return place if made_by and _made_by(node, made_by) else Place()
 
 
@@ -285,6 +328,62 @@ def _made_by(node: Any, name: str) -> bool:
     """Whether a node can be that of an operator, as ``NllLossBackward0`` is that of ``nll_loss_forward``."""
     stem = node.name().lower().partition("backward")[0]
     return bool(stem) and name.partition("::")[2].replace("_", "").startswith(stem)
+
+
+class _UnnoticedRecorder(Unnoticed, _Recorder):
+    """Records a program that computes as it does without."""
+
+
+class Recording:
+    """The recording of a step, which spans several calls: on from `resume` to `pause`, in the thread that made it.
+
+    Args:
+        where: As for `record`.
+        modes: What else intercepts calls meanwhile.
+        limit: As for `record`.
+        undoes: Whether `Tape.undo` is to know of all writes, also on a tape that is not complete.
+
+    Attributes:
+        tape: The tape.
+    """
+
+    def __init__(self, where: Callable[[], Place], *modes: Any, limit: float = MAX_BYTES, undoes: bool = False) -> None:
+        self.tape = Tape()
+        self._modes: tuple[Any, ...] = ()
+        if OperatorMode is None or OpOverload is None:
+            self.tape.incomplete = f"torch {torch.__version__} does not show operators"
+        else:
+            self._recorder = _UnnoticedRecorder(self.tape, where, None, limit, undoes)
+            self._modes = (self._recorder, *modes)
+        self._thread = threading.get_ident()
+
+    def resume(self) -> None:
+        """Record from now on, if this is the thread of the recording."""
+        if threading.get_ident() == self._thread:
+            insert_modes(*self._modes)
+
+    def pause(self) -> None:
+        """Record no more in this thread."""
+        remove_modes(*self._modes)
+
+    def stop(self, why: str | None = None) -> None:
+        """Record no more, in any thread.
+
+        Args:
+            why: Why the rest of the step is not on the tape, if it goes on.
+        """
+        self.pause()
+        if self._modes:
+            self._recorder.stop(why)
+
+    @contextlib.contextmanager
+    def begin_backward(self, given: Any) -> Iterator[None]:
+        """Within the ``with`` statement a backward pass runs, by these gradients or by 1."""
+        if not self._modes:
+            yield
+            return
+        with self._recorder.begin_backward(given):
+            yield
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.tape.contents import Load, Op, Ref, Tape, iter_refs, writes_of
+from autoamp.tape.contents import Load, Op, Ref, Seed, Tape, iter_refs, writes_of
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import undisturbed
 
@@ -85,6 +85,8 @@ class Rerun:
     Args:
         tape: The tape.
         in_fp32: Whether to run an operator in fp32, such as `everything`; by default the tape runs as it was.
+        factor: What the gradients with which backward passes begin are multiplied by.
+        before: Called before each operator, with its arguments.
 
     Attributes:
         left_half: Those of the operators so far that were to run in fp32 and have no kernel for it, as flash attention.
@@ -93,18 +95,32 @@ class Rerun:
         CannotRerun: The tape is incomplete; while it runs: a tensor was written to since, or an operator cannot run.
     """
 
-    def __init__(self, tape: Tape, in_fp32: Callable[[Op], bool] = lambda op: False) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        in_fp32: Callable[[Op], bool] = lambda op: False,
+        *,
+        factor: float = 1.0,
+        before: Callable[[Op, list[Any], dict[str, Any]], object] | None = None,
+    ) -> None:
         if tape.incomplete is not None:
             raise CannotRerun(tape.incomplete)
         self._tape = tape
         self._in_fp32 = in_fp32
         self.left_half: list[Op] = []
+        self._factor = factor
+        self._before = before
         self._cells: dict[int, _Cell] = {}
+        # Memories that are multiplied by the factor as they are.
+        self._seeds: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[Op, tuple[list[Any], dict[str, Any]], Any]]:
         for event in self._tape.events:
             if isinstance(event, Load):
                 self._load(event)
+                continue
+            if isinstance(event, Seed):
+                self._scale(event.ref)
                 continue
             wide = self._in_fp32(event)
             if event.is_recorded and not (wide and event.name == "aten::native_dropout"):
@@ -113,6 +129,8 @@ class Rerun:
             # Some kernels look at the grad mode. No tensor here requires gradients, so that no graph is made.
             with undisturbed(), torch.set_grad_enabled(event.grad):
                 given, results = self._run(event, wide)
+            if event.is_seed:
+                self._scale(event.outputs)
             yield event, given, results
 
     def finish(self) -> Rerun:
@@ -131,6 +149,15 @@ class Rerun:
         if load.is_stale:
             raise CannotRerun("a tensor that the step has read was written to since")
         self._cells[load.memory] = _Cell(load.storage, load.dtype, load.dtype, is_borrowed=True)
+        self._seeds.discard(load.memory)
+
+    def _scale(self, ref: Ref) -> None:
+        """Multiply the gradient with which a backward pass begins, once."""
+        if self._factor != 1.0 and ref.memory not in self._seeds:
+            with undisturbed():
+                cell = self._cell(ref)
+                cell.view(ref, cell.dtype, writes=True).mul_(self._factor)
+            self._seeds.add(ref.memory)
 
     def _run(self, op: Op, wide: bool) -> tuple[tuple[list[Any], dict[str, Any]], Any]:
         writes = writes_of(op.func)
@@ -139,6 +166,8 @@ class Rerun:
         if wide and op.name in ("aten::_softmax", "aten::_log_softmax"):
             # Whether to make an fp32 result of a half argument, which is fp32 already.
             args[2] = False
+        if self._before is not None:
+            self._before(op, args, kwargs)
         try:
             return (args, kwargs), self._call(op, args, kwargs)
         except Exception as error:

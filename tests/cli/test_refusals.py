@@ -17,7 +17,11 @@ import torch
 from autoamp.cli import main
 from tests.diagnostics.report.runs import train
 
-FINDING = {"format": 5, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}}
+FINDING = {
+    "format": 6, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}, "scale": 1.0,
+    "half_dtype": "float16", "named": [],
+}  # fmt: skip
+TAPE = {"format": "autoamp.tape", "version": 2, "events": []}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -61,26 +65,21 @@ def saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-class Unreadable:
-    """Raises as it is loaded."""
-
-    def __setstate__(self, state: Any) -> None:
-        raise ZeroDivisionError("no state")
-
-
 @pytest.mark.parametrize(
     ("finding", "step", "message"),
     [
         ("{", b"", "no capsule"),
         ("[]", b"", "no capsule"),
         (b"\xff\xfe", b"", "no capsule"),
-        (json.dumps({"format": 5}), b"", "no capsule"),
-        (json.dumps({**FINDING, "versions": 3}), b"", "no capsule"),
+        (json.dumps({"format": 5}), b"", "has format 5 of capsules"),
+        (json.dumps({"format": 6}), saved(TAPE), "is a damaged capsule"),
+        (json.dumps({**FINDING, "versions": 3}), saved(TAPE), "is a damaged capsule"),
         (json.dumps(FINDING), b"", "cannot load"),
         (json.dumps(FINDING), b"text", "cannot load"),
         (json.dumps(FINDING), saved([1, 2]), "cannot load"),
-        (json.dumps(FINDING), saved({"records": 3}), "cannot load"),
-        (json.dumps(FINDING), saved({"records": []}), "cannot load"),
+        (json.dumps(FINDING), saved({**TAPE, "events": 3}), "cannot load"),
+        (json.dumps({**FINDING, "named": [{"kind": "input"}]}), saved(TAPE), "is a damaged capsule"),
+        (json.dumps({**FINDING, "half_dtype": "nn"}), saved(TAPE), "is a damaged capsule"),
     ],
 )
 def test_capsules(
@@ -89,7 +88,7 @@ def test_capsules(
     path = tmp_path / "damaged.capsule"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("finding.json", finding)
-        archive.writestr("step.pt", step)
+        archive.writestr("tape.pt", step)
     assert main(["replay", str(path)]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
 

@@ -243,7 +243,7 @@ def test_backward_functions_of_the_program_and_of_torch() -> None:
         torch.nn.CrossMapLRN2d(2)(Doubled.apply(x)).sum().backward()
     places = [(op.name, op.place.function) for op in tape.ops if op.phase == "backward"]
     # The last one is of the program. The others have no line of the program, not even that of `backward()`.
-    assert places[-1] == ("aten::mul", "here")
+    assert places[-1] == ("aten::mul", "Doubled")
     assert {name for name, place in places[:-1] if place is not None} <= {"aten::expand"}
 
 

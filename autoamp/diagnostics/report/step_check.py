@@ -1,7 +1,7 @@
 """Compares a step with the same step in fp32.
 
 An op may overflow although every gradient is finite: 1 / inf is 0, and so is each gradient before it. The step is not
-skipped. The recorded module calls of the step run again, in half precision and in fp32, to find such an op.
+skipped. The tape of the step runs again, in half precision and in fp32, to find such an op.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoamp.diagnostics.inspector import Origin, nonfinite_value
+from autoamp.diagnostics.findings import Evidence, half_precision_finding
+from autoamp.diagnostics.origins import Followed, Origin
 from autoamp.diagnostics.ranges import relative_error
-from autoamp.diagnostics.records import Record
-from autoamp.diagnostics.replay import CannotReplay, Replay
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.tape import everything
+from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Fault", "StepCheck"]
 
@@ -42,7 +42,7 @@ class Fault:
 
 
 class StepCheck:
-    """Compares steps that are about to be taken with fp32, by the calls that `OverflowTrace` recorded.
+    """Compares steps that are about to be taken with fp32, by the tapes that `OverflowTrace` recorded.
 
     Args:
         handle: The `Runtime` of the run. Nothing is compared unless it traces overflows.
@@ -75,48 +75,36 @@ class StepCheck:
             log.debug("a step could not be compared with fp32", exc_info=True)
 
     def _fault_of_step(self, step: int) -> Fault | None:
-        overflows = self._handle.overflows
-        # In the program's own autocast region the program chose the dtypes.
-        recorded = overflows.recorder.step.records
-        records = [one for one in recorded if one.is_reached and one.autocast is None]
-        if not records:
-            raise CannotReplay("no call of a module was recorded outside of torch.autocast")
-        with overflows.apart():
-            faults = (self._fault_of_call(step, record) for record in records if not record.too_large)
-            return next(filter(None, faults), None)
-
-    def _fault_of_call(self, step: int, record: Record) -> Fault | None:
-        """Return the first op of a call that overflows in half precision, if that changes gradients."""
-        if nonfinite_value(*iter_tensors(record.gradients)):
-            return None
-        half = Replay(record, self._handle.casts)
-        origin = next((one for one in half.inspector.origins if _overflows_in_half(one)), None)
-        if origin is None or half.backward(half.scale):
+        """Return the first op that overflows in half precision, if that changes gradients."""
+        run = self._handle
+        evidence = run.overflows.evidence(run.overflows.recorder.step, 1.0)
+        with run.observation.quietly(), run.casts.switched(False, forced_off=True):
+            half = evidence.follow()
+            origin = next((one for one in half.origins if _overflows_in_half(one)), None)
             # If gradients are not finite the step will be skipped, and that overflow is explained.
-            return None
-        half.in_fp32.backward(half.scale)
-        names = _wrong_gradients(half, half.in_fp32)
-        if not names:
-            return None
-        overflow = origin.in_half_precision("forward", half.half_dtype)
+            if origin is None or half.at_gradients:
+                return None
+            wide = evidence.follow(everything)
+            names = _wrong_gradients(evidence, half, wide)
+            if not names:
+                return None
+            overflow = half_precision_finding(evidence, origin, wide)
         first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
         return Fault(sentence, replace(overflow, iteration=step, parameter=names[0]))
 
 
 def _overflows_in_half(origin: Origin) -> bool:
-    return origin.site is not None and origin.site.dtype in HALF_DTYPES and not origin.intended
+    return origin.op is not None and origin.ref.dtype in HALF_DTYPES and not origin.intended
 
 
-def _wrong_gradients(half: Replay, wide: Replay) -> list[str]:
+def _wrong_gradients(step: Evidence, half: Followed, wide: Followed) -> list[str]:
     """Return the parameters whose gradients are wrong in half precision."""
-    in_fp32 = {n: one.float() for n, one in wide.results.items() if one.numel() and not n.startswith("input ")}
-    sizes = {name: float(one.double().square().mean().sqrt()) for name, one in in_fp32.items()}
+    refs = {one.name: one.ref for one in step.named if one.kind == "grad"}
+    in_fp32 = {name: wide.rerun.value(ref).float() for name, ref in refs.items()}
+    sizes = {name: float(one.double().square().mean().sqrt()) for name, one in in_fp32.items() if one.numel()}
     if not all(map(math.isfinite, sizes.values())):
         return []
     smallest = _SMALL * max(sizes.values(), default=0.0)
-    return [
-        name
-        for name, one in half.results.items()
-        if sizes.get(name, 0.0) > smallest and relative_error(one, in_fp32[name]) > _FAR
-    ]
+    large = [name for name, size in sizes.items() if size > smallest]
+    return [name for name in large if relative_error(half.rerun.value(refs[name]), in_fp32[name]) > _FAR]

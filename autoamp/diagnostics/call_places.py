@@ -1,0 +1,90 @@
+"""Where the program calls each operator of a step: the function of torch, the module, the line."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from autoamp.diagnostics.call_sites import ModulePaths, program_line, user_frame
+from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at
+from autoamp.patching import original_of
+from autoamp.tape import Place
+from autoamp.torch_private import Unnoticed, current_graph_task
+
+__all__ = ["CallPlaces"]
+
+_AUTOAMP = __name__.partition(".")[0]
+
+
+class CallPlaces(Unnoticed, TorchFunctionMode):
+    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The function, the frame that calls it, and the backward pass within which it is called.
+        self._call: tuple[Any, FrameType | None, int] = (None, None, -1)
+        self._modules: tuple[Module, ...] = ()
+        self._paths = ModulePaths()
+        self._known: dict[Any, tuple[Any, Place]] = {}
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Follow the calls of modules."""
+        if not self._hooks:
+            hooks = torch.nn.modules.module
+            self._hooks = [
+                hooks.register_module_forward_pre_hook(self._enter),
+                hooks.register_module_forward_hook(self._leave, always_call=True),
+            ]
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._modules, self._known = (), {}
+
+    def _enter(self, module: Module, inputs: Any) -> None:
+        self._modules = (*self._modules, module)
+
+    def _leave(self, module: Module, inputs: Any, outputs: Any) -> None:
+        if self._modules and self._modules[-1] is module:
+            self._modules = self._modules[:-1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
+        # is Tensor.mul here. A replacement that it called has done its part before.
+        func, before = original_of(func), self._call
+        self._call = func, sys._getframe(1), current_graph_task()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._call = before
+
+    def here(self) -> Place:
+        """Return the place of the operator that is called now."""
+        func, frame, task = self._call
+        if frame is None or task != current_graph_task():
+            # The backward pass of a function of the program runs within `Tensor.backward`.
+            func, frame = None, sys._getframe(1)
+        user = user_frame(frame)
+        modules = self._modules
+        key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti)
+        found = self._known.get(key)
+        if found is None:
+            # With the objects whose ids are in the key.
+            found = self._known[key] = (func, frame.f_code), self._place(func, frame, user)
+        return found[1]
+
+    def _place(self, func: Any, frame: FrameType, user: FrameType | None) -> Place:
+        name = None if func is None else bare_name(func)
+        path, _, root = self._paths.find(self._modules)
+        is_cast = name in CASTS and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP
+        spelled = str(getattr(func, "__name__", ""))
+        in_place = spelled.endswith("_") and not spelled.endswith("__")
+        names = () if name is None else spelled_at(name, func, user)
+        return Place(name, path or root, program_line(user), names, is_cast, in_place)

@@ -1,0 +1,259 @@
+"""Follows inf and nan through a tape: which operator made them of finite values, and whether they reach gradients.
+
+An inf or nan is followed from the operator that made it (its *origin*) through those that pass it on, until one gives a
+finite result, as a softmax does of a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp.patching import original_of
+from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of
+from autoamp.tensors import HALF_DTYPES
+from autoamp.torch_private import undisturbed
+
+__all__ = ["Followed", "Origin", "bare_op", "nonfinite_value"]
+
+# With these a program writes -inf on purpose, as into the masked scores of an attention.
+_WRITERS = frozenset(
+    f"aten::{name}"
+    for name in ("masked_fill", "masked_fill_", "index_fill", "index_fill_", "fill", "fill_", "full", "full_like",
+                 "new_full", "where", "scalar_tensor", "index_put", "index_put_", "_index_put_impl_")
+)  # fmt: skip
+# These overwrite all of their first argument.
+_OVERWRITES = frozenset(
+    f"aten::{name}"
+    for name in ("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "set_")
+)
+# In training these write their running statistics, which the result does not depend on.
+_NORMS = frozenset(f"aten::{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
+_CHECK = "aten::_amp_foreach_non_finite_check_and_unscale_"
+# Torch's own, also if this file is imported while lists are in force.
+_SUM: Any = original_of(Tensor.sum)
+
+
+def nonfinite_value(*tensors: Tensor | None) -> str | None:
+    """Return ``"nan"`` if any tensor holds nan, else ``"inf"`` if any holds inf, else None."""
+    values = [one.detach() for one in tensors if one is not None and one.is_floating_point() and not one.is_sparse]
+    # A finite sum has finite terms. A sum of finite terms may overflow.
+    values = [value for value in values if not math.isfinite(_SUM(value, dtype=torch.float32).item())]
+    if any(bool(torch.isnan(value).any()) for value in values):
+        return "nan"
+    return "inf" if any(bool(torch.isinf(value).any()) for value in values) else None
+
+
+def bare_op(op: Op) -> str:
+    """Return the name of an operator as lists have it: ``mul`` for ``aten::mul_``."""
+    return op.place.function or op.name.partition("::")[2].strip("_")
+
+
+@dataclass(eq=False)
+class Origin:
+    """Where inf or nan came from.
+
+    Attributes:
+        op: The operator that made it of finite values; None if it came from outside of the tape.
+        place: Where that was called; for a cast that was made for an op, where the op was.
+        ref: The tensor in which it was first seen.
+        value: ``"inf"``, or ``"nan"`` if there is any.
+        number: How many operators ran before.
+        magnitudes: The largest absolute value of each floating tensor that the operator read.
+        intended: Whether programs write such an inf on purpose.
+    """
+
+    op: Op | None
+    place: Place
+    ref: Ref
+    value: str
+    number: int
+    magnitudes: tuple[float, ...] = ()
+    intended: bool = False
+
+
+class Followed:
+    """A run of a tape in which inf and nan were followed.
+
+    Args:
+        tape: The tape.
+        in_fp32, factor: As for `Rerun`.
+        inputs: The memories of the inputs of models: what makes nan of an inf there is not blamed.
+        limit: A size from which on tensors that were half on the tape are taken note of.
+
+    Attributes:
+        origins: All origins, in the order in which they were seen.
+        at_gradients: The origins of what came to gradients, in the same order.
+        too_large: The operators of backward passes that read a gradient of at least the limit.
+        rerun: The run.
+
+    Raises:
+        CannotRerun: As `Rerun` raises it.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        in_fp32: Callable[[Op], bool] = lambda op: False,
+        *,
+        factor: float = 1.0,
+        inputs: frozenset[int] = frozenset(),
+        limit: float = math.inf,
+    ) -> None:
+        self._model_inputs = inputs
+        self.origins: list[Origin] = []
+        self.too_large: list[Op] = []
+        self.rerun = Rerun(tape, in_fp32, factor=factor, before=self._before)
+        self._limit = limit
+        self._loaded = {event.memory for event in tape.events if isinstance(event, Load)}
+        self._flawed: dict[int, Origin] = {}
+        # What was computed of inf or nan, though it may be finite.
+        self._tainted: set[int] = set()
+        self._at_gradients: list[Origin] = []
+        # Gradients with inf or nan that no operator of a backward pass has read so far.
+        self._unread: dict[int, Origin] = {}
+        self._number = 0
+        # Casts that were made for an operator, until it takes them.
+        self._casts: dict[int, Origin] = {}
+        with undisturbed():
+            for op, given, results in self.rerun:
+                self._after(op, given, results)
+        self._at_gradients += self._unread.values()
+        self.at_gradients = sorted(dict.fromkeys(self._at_gradients), key=lambda origin: origin.number)
+
+    def origin_of(self, ref: Ref | None) -> Origin | None:
+        """Return where the inf or nan in a memory came from at the end of the run; None if it holds none."""
+        return None if ref is None else self._flawed.get(ref.memory)
+
+    def is_tainted(self, ref: Ref | None) -> bool:
+        """Whether a memory was computed of inf or nan."""
+        return ref is not None and ref.memory in self._tainted
+
+    def _before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Look at the arguments of an operator that is about to run."""
+        inputs = list(_read_by(op, args, kwargs))
+        found = [(tensor, self._origin(ref, tensor)) for ref, tensor in inputs]
+        self._given = [origin for _, origin in found if origin is not None]
+        self._nan_came = any(origin.value == "nan" for origin in self._given)
+        self._inputs = inputs
+        self._sizes = _largest([tensor for tensor, origin in found if origin is None])
+        backward = op.phase == "backward"
+        if backward and any(
+            ref.dtype in HALF_DTYPES and size >= self._limit
+            for (ref, _), size in zip(inputs, _largest([t for _, t in inputs]), strict=True)
+        ):
+            self.too_large.append(op)
+        if op.name == _CHECK:
+            self._at_gradients += self._given
+        if backward or op.name == _CHECK:
+            for ref, _ in inputs:
+                self._unread.pop(ref.memory, None)
+        if not op.place.is_cast:
+            for ref, _ in inputs:
+                if (made := self._casts.pop(ref.memory, None)) is not None:
+                    made.place = _taken_by(made.place, op)
+
+    def _origin(self, ref: Ref, tensor: Tensor) -> Origin | None:
+        """Return where the inf or nan of an argument came from; None if it holds none."""
+        known = self._flawed.get(ref.memory)
+        if known is None and ref.memory not in self._loaded:
+            return None
+        value = nonfinite_value(tensor)
+        if value is None:
+            return None
+        if known is None:
+            # A mask that the program made beforehand holds -inf alone, on purpose.
+            intended = value == "inf" and not bool(torch.isposinf(tensor).any())
+            known = self._flawed[ref.memory] = Origin(None, Place(), ref, value, self._number, (), intended)
+            self.origins.append(known)
+        return known
+
+    def _after(self, op: Op, given: tuple[list[Any], dict[str, Any]], results: Any) -> None:
+        """Follow inf and nan through an operator."""
+        self._number += 1
+        if op.is_recorded and results is None:
+            return
+        if op.is_empty or op.name == _CHECK:
+            return
+        outputs = [*_written_by(op, *given), *_pairs(op.outputs, results)]
+        read = {ref.memory for ref, _ in self._inputs}
+        tainted = not self._tainted.isdisjoint(read) or bool(self._given)
+        origins = sorted(self._given, key=lambda origin: (origin.intended, origin.op is None))
+        # As in `mask[0] = -math.inf`, of which torch makes a tensor that no operator does.
+        is_writer = op.name in _WRITERS or (
+            op.name == "aten::copy_" and any(one.op is None and one.ref.size == () for one in origins)
+        )
+        origins = [] if is_writer and op.name == "aten::copy_" else origins
+        for ref, tensor in outputs:
+            if tainted:
+                self._tainted.add(ref.memory)
+            value = nonfinite_value(tensor)
+            if value is None:
+                if ref.memory not in read:
+                    self._flawed.pop(ref.memory, None)
+                continue
+            if origins and (not origins[0].intended or value != "nan" or self._nan_came):
+                origin = origins[0]
+            elif data := [one for one in origins if one.op is None and one.ref.memory in self._model_inputs]:
+                # The operator made nan of an inf in the data.
+                origin = replace(data[0], intended=False)
+                self.origins.append(origin)
+            else:
+                intended = is_writer and value != "nan"
+                origin = Origin(op, op.place, ref, value, self._number, self._sizes, intended)
+                self.origins.append(origin)
+                if op.place.is_cast:
+                    self._casts[ref.memory] = origin
+            self._flawed[ref.memory] = origin
+            if op.phase == "backward":
+                self._unread[ref.memory] = origin
+
+
+def _taken_by(place: Place, op: Op) -> Place:
+    """Return the place of a cast as that of the operator that it was made for."""
+    return place._replace(
+        function=bare_op(op), names=op.place.names, in_place=op.place.in_place, location=op.place.location
+    )
+
+
+def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return the largest absolute value of each tensor."""
+    return tuple(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
+
+
+def _read_by(op: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Ref, Tensor]]:
+    """Yield the floating tensors that an operator reads."""
+    refs = op.args[1:] if op.name in _OVERWRITES else op.args
+    values = args[1:] if op.name in _OVERWRITES else args
+    if op.name in _NORMS and len(op.args) > 5 and op.args[5]:
+        refs, values = refs[:3], values[:3]
+    yield from _pairs(list(refs), list(values))
+    written = writes_of(op.func)
+    for name, ref in op.kwargs.items():
+        if name not in written:
+            yield from _pairs(ref, kwargs[name])
+
+
+def _written_by(op: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Ref, Tensor]]:
+    """Yield the floating tensors that an operator writes to."""
+    for name in writes_of(op.func):
+        if isinstance(name, int):
+            if name < len(args):
+                yield from _pairs(op.args[name], args[name])
+        elif name in kwargs:
+            yield from _pairs(op.kwargs[name], kwargs[name])
+
+
+def _pairs(refs: Any, values: Any) -> Iterator[tuple[Ref, Tensor]]:
+    """Yield nested references with their floating tensors."""
+    if isinstance(refs, Ref):
+        if isinstance(values, Tensor) and values.is_floating_point():
+            yield refs, values
+    elif isinstance(refs, (list, tuple)) and isinstance(values, (list, tuple)):
+        for ref, value in zip(refs, values, strict=False):
+            yield from _pairs(ref, value)

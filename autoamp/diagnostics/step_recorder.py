@@ -1,0 +1,318 @@
+"""Tapes of steps: which of them are recorded, from the first module call until an optimizer is called.
+
+Nothing of the program runs again. What a step overwrote meanwhile stays as the program left it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.diagnostics.call_places import CallPlaces
+from autoamp.errors import UsageError
+from autoamp.patching import imitate
+from autoamp.tape import Recording, Ref
+from autoamp.tensors import compacted, iter_tensors, map_tensors
+from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, undisturbed
+
+__all__ = ["ModelCall", "RecordedStep", "StepRecorder", "unwrapped"]
+
+log = logging.getLogger(__name__)
+
+# So many module calls and losses of one step are kept.
+_MAX_CALLS = 256
+# A model of these classes is compiled, or gathered from several devices.
+_WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
+
+
+@contextlib.contextmanager
+def _no_errors() -> Iterator[None]:
+    """Log an error in a ``with`` statement instead of raising it: the program goes on."""
+    try:
+        yield
+    except Exception:
+        log.debug("a step is not recorded", exc_info=True)
+
+
+def unwrapped(module: Module) -> Module:
+    """Return the model within a wrapper that reduces gradients over ranks."""
+    inner = getattr(module, "module", None)
+    wraps = any(kind.__name__ == "DistributedDataParallel" for kind in type(module).__mro__)
+    return inner if wraps and isinstance(inner, Module) else module
+
+
+def _why_unfit(module: Module) -> str | None:
+    """Return why calls of a module are not recorded; None if they are."""
+    kinds = {kind.__name__: part for part in module.modules() for kind in type(part).__mro__}
+    if kinds.keys() & _WHOLE or any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
+        return f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class ModelCall:
+    """An outermost module call: the module, and its inputs without their graph. They require gradients if they did."""
+
+    module: Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by the names of the arguments of ``forward``."""
+        given = inspect.signature(unwrapped(self.module).forward).bind(*self.args, **self.kwargs).arguments
+        for name, value in given.items():
+            for number, tensor in enumerate(iter_tensors(value)):
+                yield (name if isinstance(value, Tensor) else f"{name}[{number}]"), tensor
+
+
+@dataclass(eq=False)
+class RecordedStep:
+    """What is recorded of a step.
+
+    Attributes:
+        recording: Its tape; None if the step is not recorded.
+        calls: The outermost module calls, in their order.
+        losses: The losses, without their graph. If steps are not recorded, those of one element.
+        loss_refs: What the tape calls the losses.
+        grads: Gradients that are not in the ``.grad`` of their parameters.
+        unscaled: The losses that have one element and no loss scale.
+        scaled: The number of losses that were scaled and whose backward pass has not begun.
+        is_watched: Whether the flag of the step is read at once.
+        ended: Whether an optimizer was called.
+    """
+
+    recording: Recording | None = None
+    calls: list[ModelCall] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    loss_refs: list[Ref | None] = field(default_factory=list)
+    grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
+    unscaled: list[Tensor] = field(default_factory=list)
+    scaled: int = 0
+    is_watched: bool = False
+    ended: bool = False
+
+    def drop(self) -> None:
+        """Drop the tape, and what it holds."""
+        if self.recording is not None:
+            self.recording.stop()
+        self.recording, self.calls = None, []
+
+
+class _Inside(threading.local):
+    # Within a module call, and within the function that `explain_overflow` takes.
+    call = False
+    loss = False
+    # Whose modes this thread has. Another thread may have ended the step meanwhile.
+    recording: Recording | None = None
+
+
+class StepRecorder:
+    """Records steps.
+
+    Args:
+        always: Whether all steps are recorded. If False, only watched steps are.
+
+    Attributes:
+        step: The current step. The tape of a skipped step stays until the next module call or loss.
+        watched_steps: So many steps from here on are recorded.
+        paused: Whether nothing is recorded.
+    """
+
+    def __init__(self, *, always: bool) -> None:
+        self.watched_steps = int(always)
+        self.step = RecordedStep(is_watched=always)
+        self.paused = False
+        self._always = always
+        self._places = CallPlaces()
+        self._inside = _Inside()
+        self._graphs = compiled_graphs()
+
+    @property
+    def armed(self) -> bool:
+        """Whether steps are recorded."""
+        return self._always or self.watched_steps > 0
+
+    def end_step(self) -> None:
+        """Mark the step as ended, and subtract it from `watched_steps` if it was watched."""
+        # Several optimizers may step by the same calls.
+        if self.step.is_watched and not self.step.ended:
+            self.watched_steps -= 1
+        self.step.ended = True
+        self.stop()
+
+    def stop(self, why: str | None = None) -> None:
+        """Record no more of the step at hand."""
+        if self.step.recording is not None:
+            self.step.recording.stop(why)
+            self._places.stop()
+            if self._inside.recording is self.step.recording:
+                self._inside.recording = None
+
+    def drop(self) -> None:
+        """Drop what was recorded."""
+        self.end_step()
+        self.step.drop()
+        self._leave()
+        self.step = RecordedStep(ended=True)
+
+    def _leave(self) -> None:
+        """Take the modes back that this thread has still."""
+        if self._inside.recording is not None:
+            self._inside.recording.pause()
+            self._inside.recording = None
+
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[RecordedStep]:
+        """Record what runs in a ``with`` statement as a step of its own."""
+        outer, places = self.step.recording, self._places
+        if outer is not None:
+            outer.pause()
+        before = self.step, self.watched_steps, self.paused
+        self.step, self.watched_steps, self.paused, self._places = RecordedStep(is_watched=True), 1, False, CallPlaces()
+        self._record(limit=math.inf, undoes=True)
+        try:
+            yield self.step
+        finally:
+            self.end_step()
+            self.step, self.watched_steps, self.paused = before
+            self._places = places
+            if outer is not None and not self.step.ended:
+                outer.resume()
+                self._inside.recording = outer
+
+    def _record(self, **options: Any) -> None:
+        self._leave()
+        self._places.start()
+        self._inside.recording = self.step.recording = Recording(self._places.here, self._places, **options)
+        self.step.recording.resume()
+
+    @contextlib.contextmanager
+    def loss_only(self) -> Iterator[None]:
+        """Refuse all but the computation of a loss within a ``with`` statement, in this thread."""
+        self.refuse_in_loss("called explain_overflow()")
+        self._inside.loss = True
+        try:
+            yield
+        finally:
+            self._inside.loss = False
+
+    def refuse_in_loss(self, what: str) -> None:
+        """Raise UsageError within `loss_only`.
+
+        Args:
+            what: What the function did that `explain_overflow` was given.
+        """
+        if self._inside.loss:
+            raise UsageError(
+                "explain_overflow() takes a function that returns the loss before its backward pass, as in "
+                f"explain_overflow(lambda: loss_fn(model(x), y)), and this one {what}"
+            )
+
+    def _open_step(self) -> RecordedStep:
+        """Return the step at hand: a new one after the last has ended."""
+        if self.step.ended:
+            self.step.drop()
+            self.step = RecordedStep(is_watched=self.watched_steps > 0)
+        return self.step
+
+    # -- losses and backward passes --
+
+    def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
+        """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
+        self._open_step().scaled += 1
+        self._note(loss, scale)
+
+    def _note(self, loss: Tensor, scale: SupportsFloat) -> None:
+        if self.paused:
+            return
+        step, is_single = self._open_step(), loss.numel() == 1
+        if not (self.armed or is_single) or len(step.losses) >= _MAX_CALLS:
+            return
+        with undisturbed():
+            value = loss.detach()
+            # An element of the outputs would keep all of them until the next step.
+            value = compacted(value) if is_single and type(value) is Tensor else value
+        step.losses.append(value)
+        if step.recording is not None:
+            step.loss_refs.append(step.recording.tape.find(loss))
+        if is_single and type(scale) is float and scale == 1.0:
+            step.unscaled.append(value)
+
+    def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+        """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
+        return [(torch.autograd, "backward", self._around_backward)]
+
+    def _around_backward(self, original: Any) -> Any:
+        """Return a replacement of `torch.autograd.backward` that takes note of losses and of where passes begin."""
+
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # A pass within a pass is a checkpoint's.
+            if torch.compiler.is_compiling() or current_graph_task() != -1:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            self.refuse_in_loss("ran a backward pass")
+            if self.step.scaled:
+                self.step.scaled -= 1
+            elif not self.paused:
+                for root in iter_tensors(tensors):
+                    if root.grad_fn is not None and root.is_floating_point():
+                        self._note(root, 1.0)
+            with self.begin_backward((grad_tensors, kwargs.get("grad_variables"))):
+                return original(tensors, grad_tensors, *args, **kwargs)
+
+        return imitate(backward, original, "torch.autograd", "backward")
+
+    def begin_backward(self, given: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a backward pass runs, by these gradients or by 1."""
+        recording = self.step.recording
+        if recording is None or self.step.ended or self.paused:
+            return contextlib.nullcontext()
+        return recording.begin_backward(given)
+
+    # -- calls; see `autoamp.modules.CallRecorder` --
+
+    def wants_call(self) -> bool:
+        """Tell whether a call that begins now is recorded."""
+        if self.paused or self._inside.call or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        # Within a backward pass a checkpoint computes again what is recorded.
+        return current_graph_task() == -1
+
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the record of a step with its first module call. It raises nothing."""
+        with _no_errors():
+            self._begin(module, args, kwargs)
+        self._inside.call = True
+
+    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = self._open_step()
+        if step.recording is None:
+            self._record()
+        why = _why_unfit(module)
+        if compiled_wrappers() or compiled_graphs() != self._graphs:
+            why = "the program uses torch.compile"
+        elif len(step.calls) >= _MAX_CALLS:
+            why = f"the step has more than {_MAX_CALLS} calls of models"
+        if why is not None:
+            self.stop(why)
+            return
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept = tensor.detach()
+            return kept.requires_grad_() if tensor.requires_grad and tensor.is_floating_point() else kept
+
+        with undisturbed():
+            step.calls.append(ModelCall(module, map_tensors(args, keep), map_tensors(kwargs, keep)))
+
+    def end(self, record: None, outputs: Any) -> None:
+        """Hear that the call has ended."""
+        self._inside.call = False
