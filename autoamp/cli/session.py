@@ -238,7 +238,7 @@ class Run:
             ranks=_rank_variable("WORLD_SIZE"),
             lists=_lists_in_force(now.settings.table) if casts_some else [],
             folder=self._folder,
-            half_losses=self._half_losses.rows,
+            half_losses=list(self._half_losses.rows.values()),
             lost_params=len(self._half_losses.lost),
             half_params=len(self._half_losses.seen),
             memory=self._memory,

@@ -52,6 +52,7 @@ class _Steps:
 
     Attributes:
         count: How many began.
+        depth: How many calls of the running one there are: a class's own step may call that of its base.
         closure: Whether the running one has a closure.
         sample: Of the step that runs, if that is sampled.
         earlier: The sample before it.
@@ -62,6 +63,7 @@ class _Steps:
     """
 
     count: int = 0
+    depth: int = 0
     closure: bool = False
     sample: half_samples.UpdateSample | None = None
     earlier: half_samples.UpdateSample | None = None
@@ -76,6 +78,10 @@ class HalfLosses:
 
     Attributes:
         active: Whether it looks.
+        rows: What was found as plain values, the last of each kind, optimizer and group. ``kind`` is ``"updates"``,
+            ``"optimizer state"``, ``"gradient sums"`` or ``"buffer counts"``. ``step`` is the number of the optimizer's
+            step, from 1, and ``optimizer`` its class. ``group`` is the index of the group, of updates alone.
+            ``sentence`` says what was lost, and ``remedy`` what to do.
         lost: The ids of the half parameters that lost updates.
         seen: The ids of all half parameters that were looked at.
     """
@@ -88,19 +94,9 @@ class HalfLosses:
 
     def reset(self) -> None:
         """Forget what was found."""
-        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.lost: set[int] = set()
         self.seen: set[int] = set()
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """What was found as plain values, the last of each kind, optimizer and group.
-
-        ``kind`` is ``"updates"``, ``"optimizer state"``, ``"gradient sums"`` or ``"buffer counts"``. ``step`` is the
-        number of the optimizer's step, from 1, and ``optimizer`` its class. ``group`` is the index of the group, of
-        updates alone. ``sentence`` says what was lost, and ``remedy`` what to do.
-        """
-        return list(self._rows.values())
 
     def start(self) -> None:
         """Look at each sampled step from now on."""
@@ -127,6 +123,9 @@ class HalfLosses:
         steps = self._steps.get(optimizer)
         if steps is None:
             steps = self._steps[optimizer] = _Steps()
+        steps.depth += 1
+        if steps.depth > 1:
+            return
         steps.count += 1
         if steps.saved:
             self._tell(optimizer, steps, _state_losses)
@@ -137,7 +136,9 @@ class HalfLosses:
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         steps = self._steps.get(optimizer)
-        if steps is None:
+        if steps is not None:
+            steps.depth -= 1
+        if steps is None or steps.depth:
             return
         if steps.sample is not None:
             self._tell(optimizer, steps, self._lost_updates)
@@ -169,8 +170,8 @@ class HalfLosses:
     def _tell(self, optimizer: Any, steps: _Steps, look: Callable[..., Iterable[dict[str, Any]]]) -> None:
         """Keep what a look finds, and warn of the first of each kind."""
         for row in _found(look, optimizer, steps):
-            is_known = any(known["kind"] == row["kind"] for known in self._rows.values())
-            self._rows[row["kind"], id(steps), row["group"]] = row
+            is_known = any(known["kind"] == row["kind"] for known in self.rows.values())
+            self.rows[row["kind"], id(steps), row["group"]] = row
             if not is_known:
                 warn_user(f"{row['sentence']}. {row['remedy']}")
 

@@ -118,8 +118,7 @@ class UpdateSample:
             optimizer: Has stepped.
             earlier: The sample before this one, for optimizers that are not torch's.
         """
-        flag = getattr(optimizer, "found_inf", None)
-        if getattr(optimizer, "grad_scale", None) is not None or (isinstance(flag, Tensor) and bool(flag)):
+        if getattr(optimizer, "grad_scale", None) is not None or bool(getattr(optimizer, "found_inf", False)):
             # A fused optimizer unscales by itself, and skips by itself.
             return
         for one in self._elements:
@@ -199,15 +198,15 @@ class GradientSum:
         self.param = param
         self.passes = 0
         self._sum: Any = None
-        self._error: Any = None
         self._last: Any = None
+        self._error: Any = 0.0
         self._hooks = [param.register_hook(self._arrived), param.register_post_accumulate_grad_hook(self._added)]
 
     def stop(self) -> float:
         """Remove the hooks. Return the norm of what was lost, as a part of the norm of the sum in fp32."""
         for hook in self._hooks:
             hook.remove()
-        return 0.0 if self._error is None else float(self._error.norm() / (self._last - self._error).norm())
+        return 0.0 if self.passes < 2 else float(self._error.norm() / (self._last - self._error).norm())
 
     def _arrived(self, grad: Tensor) -> None:
         """Called with the gradient of a pass, before it is added."""
@@ -215,7 +214,7 @@ class GradientSum:
         with contextlib.suppress(Exception), undisturbed():
             held = _few_of_grad(self.param)
             if held is None or not held.any():
-                self._error, self.passes = None, 1
+                self._error, self.passes = 0.0, 1
             elif self.param.grad is not None and self.param.grad.dtype in HALF_DTYPES:
                 self._sum = held.add_(_few(grad))
 
@@ -224,8 +223,7 @@ class GradientSum:
         if self._sum is not None:
             with contextlib.suppress(Exception), undisturbed():
                 self._last = _few_of_grad(param)
-                error = self._last - self._sum
-                self._error = error if self._error is None else self._error + error
+                self._error = self._error + (self._last - self._sum)
                 self.passes += 1
 
 

@@ -182,7 +182,8 @@ class BaseHandle:
         """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
 
         Steps 0, 10 and 100, and each 1000th are sampled. A sample starts at the first model call that records
-        gradients. It ends with the step, or after 5,000 calls of listed functions. No result changes.
+        gradients. It ends with the step, or after 5,000 calls of listed functions. What half precision loses without an
+        inf is looked for in steps 1, 4, 16, 64 and so on of each optimizer. No result changes.
 
         Args:
             sample: Whether to sample steps.

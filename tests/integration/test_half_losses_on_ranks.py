@@ -51,7 +51,7 @@ def train(rank: int, wrapper: str, rate: float, *, looks: bool) -> dict[str, Any
         optimizer.load_state_dict(optimizer.state_dict())
     handle.deactivate()
     weights = [getattr(param, "to_local", param.detach)().detach().clone() for param in model.parameters()]
-    rows = [] if recording is None else recording.half_losses.rows
+    rows = [] if recording is None else list(recording.half_losses.rows.values())
     texts = [str(one.message) for one in told if "gradient" in str(one.message)]
     return {"rows": rows, "told": texts, "weights": weights, "calls": calls()}
 

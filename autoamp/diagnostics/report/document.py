@@ -61,7 +61,7 @@ def report_of(handle: Any) -> dict[str, Any]:
         "nonfinite_steps": {
             "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
         },
-        "half_losses": recording.half_losses.rows,
+        "half_losses": list(recording.half_losses.rows.values()),
         "remedies": remedies([*faults, *skips["groups"]], settings.table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
@@ -168,7 +168,7 @@ def _verdict(
         sentence += f"; {unchecked or 'no forward overflow'}"
     if not handle.optimizers.loss_scalers.has_dynamic:
         sentence += "; the loss scale is fixed"
-    losses = recording.half_losses.rows
+    losses = list(recording.half_losses.rows.values())
     if losses:
         sentence += f"; {losses[0]['sentence']}"
     unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]
