@@ -34,9 +34,10 @@ def test_a_decorator_says_in_which_dtype_arguments_arrive(decorate: Any, dtypes:
     assert dtypes_within(decorate, HALF, FP32) == dtypes
 
 
-def test_nothing_is_cast_within_a_float_function() -> None:
+def test_nothing_is_cast_within_a_float_function_and_lists_hold_within_a_half_function() -> None:
     started()
     assert autoamp.float_function(lambda x: x @ x)(HALF).dtype == torch.float32
+    assert autoamp.half_function(lambda x: x.softmax(-1))(FP32).dtype == torch.float32
 
 
 def test_without_a_handle_a_decorator_does_nothing() -> None:

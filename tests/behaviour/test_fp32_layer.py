@@ -68,9 +68,12 @@ def test_override_in_code_beats_a_path_in_a_list() -> None:
     assert dtypes(model) == [FP16, FP16]
 
 
-def test_override_of_a_model_warns_of_a_path_that_matches_nothing() -> None:
-    with pytest.warns(UserWarning, match="'9' matches no module of Net"):
-        start({"9": "fp32"}).override(Net())
+def test_override_of_a_model_warns_of_a_path_that_matches_nothing_with_the_nearest() -> None:
+    handle, model = start({"02": "fp32", "0": "fp32"}), Net()
+    with pytest.warns(UserWarning, match="lists=: '02' matches no module of Net; did you mean '2'") as caught:
+        handle.override(model)
+    assert [one.filename for one in caught] == [__file__]
+    assert dtypes(model) == [FP32, FP16]
 
 
 def test_a_listed_function_runs_in_fp32() -> None:
@@ -88,5 +91,9 @@ def test_at_O2_a_listed_module_keeps_fp32_weights() -> None:
 def test_at_O2_override_is_an_error_since_the_weights_are_cast_already() -> None:
     model = Net()
     autoamp.initialize(model, opt_level="O2", device_type="cpu", dtype=FP16)
-    with pytest.raises(autoamp.UsageError, match="name the module in initialize"):
-        autoamp.current_handle().override(model[2], "fp32")
+    handle: Any = autoamp.current_handle()
+    with pytest.raises(
+        autoamp.UsageError, match=r"override\(Linear, 'fp32'\).*lists=\{\"modules\": \{\"path\": 'fp32'\}\}"
+    ):
+        handle.override(model[2], "fp32")
+    handle.override(nn.Linear(2, 2), "fp32")

@@ -56,9 +56,14 @@ def test_optimizers_that_share_a_block_skip_together() -> None:
 def test_a_wrapped_optimizer_has_a_scaler_for_each_loss_in_the_order_of_the_calls() -> None:
     handle, net = started(), nn.Linear(4, 1, bias=False)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), num_loss=2)
-    for factor in (1.0, OVERFLOW):
-        with optimizer.scale_loss(net(torch.ones(1, 4)).float().sum() * factor) as scaled_loss:
-            scaled_loss.backward()
-    optimizer.step()
-    scales = [value["loss_scale"] for name, value in handle.state_dict().items() if name.startswith("loss_scaler")]
-    assert scales == [1024.0, 512.0]
+    for factors in ((1.0, OVERFLOW), (1.0, 1.0)):
+        optimizer.zero_grad()
+        for factor in factors:
+            with optimizer.scale_loss(net(torch.ones(1, 4)).float().sum() * factor) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+    assert handle.state_dict() == {
+        "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 2},
+        "loss_scaler1": {"loss_scale": 512.0, "unskipped": 1},
+        "skipped_steps": 1,
+    }

@@ -74,7 +74,7 @@ def test_it_is_kept(tmp_path: Path) -> None:
         ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=9", "GLIBC_TUNABLES has glibc.malloc.mmap_max"),
     ],
 )
-def test_what_the_environment_says_stays(tmp_path: Path, name: str, value: str, why: str) -> None:
+def test_settings_of_malloc_in_the_environment_stay(tmp_path: Path, name: str, value: str, why: str) -> None:
     said, done = alone(tmp_path, **{name: value})
     assert said == f"not kept: {why}"
     assert done.startswith("given back")

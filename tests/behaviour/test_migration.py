@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import autoamp
 import autoamp.compat
 
 
@@ -52,6 +53,8 @@ def test_a_checkpoint_of_apex_loads(apex: Any) -> None:
     apex.amp.initialize(torch.nn.Linear(4, 1), opt_level="O1", verbosity=0)
     apex.amp.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}})
     assert apex.amp.state_dict()["loss_scaler0"] == {"loss_scale": 512.0, "unskipped": 3}
+    # Its state has no count of skips.
+    assert autoamp.state_dict()["skipped_steps"] == 0
 
 
 def test_after_uninstall_apex_is_gone(apex: Any) -> None:

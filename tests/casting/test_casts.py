@@ -26,7 +26,7 @@ def test_shut_and_open_reach_every_thread_once() -> None:
 
 
 @pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])
-def test_what_threads_do_by_default(on: bool | None, may_cast: bool) -> None:
+def test_threads_cast_by_default_as_the_handle_says(on: bool | None, may_cast: bool) -> None:
     casts = make(on=on)
     assert casts.on_by_default is may_cast
     assert casts.cache.enabled

@@ -156,7 +156,7 @@ def test_where_no_scale_moves_nothing_is_warned_of(tmp_path: Path) -> None:
     dcp.load({"t": DistributedState(model)}, checkpoint_id=tmp_path / "at", no_dist=True)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_models_and_optimizers_of_another_kind_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(autoamp.UsageError, match=r"model=str is not a torch\.nn\.Module"):
         DistributedState("model")  # type: ignore[arg-type]

@@ -118,6 +118,6 @@ def test_a_page_of_json(folder: Path, ended: dict[str, Ended]) -> None:
         ("missing", "cannot be read as a report"),
     ],
 )
-def test_what_cannot_be_is_told(name: str, message: str, ended: dict[str, Ended]) -> None:
+def test_reports_that_cannot_be_made_are_refused_in_one_line(name: str, message: str, ended: dict[str, Ended]) -> None:
     assert ended[name].code == 2
     assert message in ended[name].err

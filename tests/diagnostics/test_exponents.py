@@ -56,7 +56,7 @@ def test_what_rounding_takes_to_inf_in_fp16_overflows(scale: int) -> None:
     assert found.to_dict()["exponents"] == {str(16 - scale): 3, str(15 - scale): 2, str(1 - scale): 1}
 
 
-def test_what_bf16_cannot_hold() -> None:
+def test_counts_of_bf16_are_those_of_a_cast() -> None:
     x = torch.from_numpy(values(4))
     found, brain = exponents_of(x), x.bfloat16()
     assert not brain.isinf().any()

@@ -59,7 +59,7 @@ def test_off_the_same_functions_are_installed(handle: autoamp.Handle) -> None:
     assert (one.over, other.over) == (1, 1)
 
 
-def test_what_an_observer_is_told(handle: autoamp.Handle) -> None:
+def test_an_observer_gets_each_call_with_its_module_and_dtypes(handle: autoamp.Handle) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
     notes = Notes()
     with handle.observe(notes):

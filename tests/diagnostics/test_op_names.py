@@ -55,7 +55,7 @@ def test_all_names() -> None:
     assert spellings("to") == spellings("half") == ()
 
 
-def test_the_entry() -> None:
+def test_the_entry_of_an_operator_says_that_the_name_of_the_function_does_not_cover_it() -> None:
     assert fp32_entry(()) is None
     assert str(fp32_entry(("__radd__",))).endswith("; an entry 'add' does not cover the operator")
     assert fp32_entry(("mul", "__mul__")) == 'add fp32 = ["mul", "__mul__"] to the list file'

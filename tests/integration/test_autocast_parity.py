@@ -160,7 +160,7 @@ def test_dtype_and_value_equal_args_cast_by_hand(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_run_cannot() -> None:
+def test_ops_that_torch_cannot_run_in_a_dtype_raise() -> None:
     entries = {case.name: (case, dtype) for name, dtype in LIST_DTYPES.items() for case in cases(name)}
     for name in CANNOT_RUN:
         case, dtype = entries[name]

@@ -214,22 +214,6 @@ def test_blocks_in_compiled_functions_leave_later_losses_to_auto_scale() -> None
     assert handle.last_step_skipped
 
 
-@pytest.mark.parametrize("compiled_first", [False, True])
-def test_compiled_before_or_after_init_and_used_after_deactivate(compiled_first: bool) -> None:
-    model, x, half = nn.Linear(4, 4), torch.randn(2, 4), torch.bfloat16
-    compiled: Any = None
-    if compiled_first:
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert compiled(x).dtype is torch.float32
-    handle = autoamp.init(device_type="cpu", dtype=half)
-    if compiled is None:
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert compiled(x).dtype is half
-    handle.deactivate()
-    assert torch.equal(compiled(x), model(x))
-    assert compiled(x).dtype is torch.float32
-
-
 class Classifier(nn.Module):
     """Returns its loss: functions of Python on the fp32 list run in its call."""
 

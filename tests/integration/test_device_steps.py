@@ -341,7 +341,7 @@ ASKED: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("ask", ASKED)
-def test_to_ask_is_to_wait(ask: Callable[[Any], Any]) -> None:
+def test_asking_for_skips_or_the_scale_waits_for_the_device(ask: Callable[[Any], Any]) -> None:
     answers = []
     for late in (False, True):
         scaler = scaler_of(late)

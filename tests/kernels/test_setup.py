@@ -122,6 +122,8 @@ def test_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     ({"EMULATED_DEVICES": "0"}, "no GPU of compute capability 7.5 or later"),
     ({"EMULATED_CARD": "70"}, "no GPU of compute capability 7.5 or later"),
 ])  # fmt: skip
-def test_what_a_gpu_needs(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], why: str) -> None:
+def test_kernels_for_a_gpu_say_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], why: str
+) -> None:
     environment = {"AUTOAMP_KERNELS_LIBRARY": str(emulated_library()), **environment}
     assert why in reason(monkeypatch, "cuda", **environment)

@@ -141,13 +141,3 @@ def test_a_path_that_matches_nothing_is_told() -> None:
         autoamp.initialize(
             network(), opt_level="O2", device_type="cpu", verbosity=0, lists={"modules": {"nosuch": "fp32"}}
         )
-
-
-def test_an_override_of_a_half_model_is_refused_with_the_entry(half: torch.dtype) -> None:
-    model = initialize(network(), {}, "O2", half)
-    handle: Any = autoamp.current_handle()
-    with pytest.raises(
-        autoamp.UsageError, match=r"override\(Seen, 'fp32'\).*lists=\{\"modules\": \{\"path\": 'fp32'\}\}"
-    ):
-        handle.override(model[1], "fp32")
-    handle.override(nn.Linear(2, 2), "fp32")

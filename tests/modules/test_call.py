@@ -90,7 +90,7 @@ def test_nested_arguments_are_cast_and_never_mutated(handle: autoamp.Handle) -> 
     assert mapping["a"][0].dtype == HALF
 
 
-def test_what_goes_over_an_override(handle: autoamp.Handle) -> None:
+def test_disable_casts_and_autocast_regions_beat_an_override(handle: autoamp.Handle) -> None:
     model = Watch()
     for around, dtype in ((handle.disable_casts(), FP32), (torch.autocast("cpu", torch.bfloat16), torch.bfloat16)):
         with handle.override(model, "fp16"), around:

@@ -76,7 +76,7 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_what_is_cast(level: str) -> None:
+def test_a_level_casts_weights_and_buffers_but_not_float64_and_integers(level: str) -> None:
     model = initialize(Mixed(), opt_level=level)
     tensors = (*model.named_parameters(), *model.named_buffers())
     low = {"linear.weight", "linear.bias", "layer_norm.weight", "layer_norm.bias", "table", "hidden"}

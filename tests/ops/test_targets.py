@@ -193,7 +193,7 @@ def test_descriptors_of_a_class_are_taken_as_they_are_and_of_an_object_bound_met
         (sys.modules[__name__], "Plain", r"only an nn\.Module or an autograd\.Function"),
     ],
 )
-def test_what_is_not_called_is_no_target(parent: Any, name: str, message: str) -> None:
+def test_an_attribute_that_cannot_be_called_is_refused_as_a_target(parent: Any, name: str, message: str) -> None:
     with pytest.raises(ListFileError, match=message):
         target_at(parent, name, rule(f"x.{name}"))
 

@@ -22,7 +22,6 @@ from autoamp.rules import (
     ModuleRule,
     Origin,
     check_bare_names,
-    load_table,
     located,
 )
 from tests.rules._shared import check_refused, load, policies, write
@@ -162,13 +161,6 @@ def test_work_does_not_double_with_every_level_of_extends(place: Path) -> None:
         write(place / f"z{depth}.toml", f"extends = [{below}, {below}]")
     # Otherwise it would read 16 million files.
     assert len(load("./z24.toml").sources) == 26
-
-
-def test_os_environ_is_the_default_environment(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOAMP_LISTS", "apex")
-    assert load_table() == load("apex")
-    monkeypatch.delenv("AUTOAMP_LISTS")
-    assert load_table() == load("default")
 
 
 @pytest.mark.parametrize("kind", [str, Path, lambda path: [path], lambda path: ((path,),)])

@@ -32,7 +32,7 @@ def test_admits(limits: str, version: str, expected: bool) -> None:
 
 
 @pytest.mark.parametrize("limits", ["", "2.13", "=2.13", ">=2", ">=2.13 <2.14", ">2.13", ">=2.13.1", ">=2.13,"])
-def test_what_is_no_limit(limits: str) -> None:
+def test_a_text_that_limits_no_version_is_refused(limits: str) -> None:
     assert not is_version_limit(limits)
 
 

@@ -105,22 +105,6 @@ def test_a_wrong_number_of_skips(handle: Handle, count: Any) -> None:
 # -- wrap_optimizer --
 
 
-def test_a_wrapped_optimizer_has_a_scaler_a_loss(handle: Handle, training: Training) -> None:
-    assert handle.wrap_optimizer(training.optimizer, num_loss=2) is training.optimizer
-    for factors in ((1.0, 1e30), (1.0, 1.0)):
-        for factor in factors:
-            with training.optimizer.scale_loss(training.loss(factor)) as scaled:
-                scaled.backward()
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    assert handle.state_dict() == {
-        "loss_scaler0": {"loss_scale": 65536.0, "unskipped": 2},
-        "loss_scaler1": {"loss_scale": 32768.0, "unskipped": 1},
-        "skipped_steps": 1,
-    }
-    assert handle.loss_scale == 65536.0
-
-
 def test_wrapping_again_replaces_the_scalers(handle: Handle, training: Training) -> None:
     other = Training()
     handle.wrap_optimizer(training.optimizer, num_loss=3)
@@ -220,12 +204,6 @@ def test_a_step_of_any_optimizer_within_a_module_drops_the_casts(handle: Handle)
 
 
 # -- checkpoints --
-
-
-def test_a_state_of_apex_has_no_count_of_skips(handle: Handle, training: Training) -> None:
-    steps(handle, training, 1e30)
-    handle.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}})
-    assert handle.state_dict() == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 7}, "skipped_steps": 0}
 
 
 def test_a_resumed_run_counts_its_skips_anew(handle: Handle, training: Training) -> None:

@@ -77,15 +77,6 @@ def test_a_decorated_function_follows_the_active_handle(
     assert decorated(*args) == (torch.bfloat16 if arrives is HALF and given[0] is torch.float32 else arrives)
 
 
-def test_nothing_is_cast_within_a_float_function_and_lists_hold_within_a_half_function() -> None:
-    def body(x: Tensor) -> torch.dtype:
-        return F.linear(x, x).dtype
-
-    init()
-    assert autoamp.float_function(body)(ones(HALF)) == torch.float32
-    assert autoamp.half_function(lambda x: F.softmax(x, 0).dtype)(ones()) == torch.float32
-
-
 def test_a_decorated_function_keeps_name_docstring_signature_and_pickles() -> None:
     decorated = autoamp.half_function(dtype_of)
     assert (decorated.__name__, decorated.__doc__) == ("dtype_of", "The dtype that arrives.")

@@ -54,7 +54,7 @@ def test_blocks_of_one_optimizer_do_not_nest() -> None:
     assert setup.grad == [1.0, 1.0]
 
 
-def test_no_optimizer_at_all() -> None:
+def test_a_block_without_optimizers_scales_the_loss() -> None:
     x = torch.ones(2, requires_grad=True)
     with scale_loss((x * 3).sum(), [], DynamicLossScaler(4.0)) as scaled:
         (grad,) = torch.autograd.grad(scaled, x)

@@ -72,7 +72,7 @@ def test_a_list_and_a_tuple_are_several_optimizers(optimizers: GuardedOptimizers
 @pytest.mark.parametrize(
     "wrong", [None, 3, {}, "sgd", iter(()), torch.nn.Linear(1, 1), type("Groups", (), {"step": 1})()]
 )
-def test_no_optimizer_no_guard(optimizers: GuardedOptimizers, wrong: Any) -> None:
+def test_an_object_that_is_no_optimizer_is_refused_and_gets_no_guard(optimizers: GuardedOptimizers, wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"Expected an optimizer, got .*, which has no param_groups and step\(\)"):
         optimizers.guard(wrong)
     assert optimizers.guards == []

@@ -68,7 +68,7 @@ def test_parameters_that_are_kept_equal() -> None:
     assert [id(p) for p in kept_equal(wrapper)] == [id(p) for p in (net[0].weight, net[0].bias, net[1].bias)]
 
 
-def test_what_the_next_backward_pass_does() -> None:
+def test_whether_the_next_backward_pass_of_ddp_reduces_gradients() -> None:
     wrapper, given = DistributedDataParallel(nn.Linear(2, 2)), torch.ones(1, 2)
     wrapper(given)
     assert next_sync(wrapper) is Sync.YES

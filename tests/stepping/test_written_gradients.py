@@ -132,7 +132,7 @@ def test_so_it_is_whatever_is_done_about_steps_without_a_scale(way: str, action:
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam, torch.optim.RMSprop])
 @pytest.mark.parametrize("way", ["scale_loss", "O2", "auto_scale"])
-def test_of_any_optimizer(way: str, make: Callable[..., Any]) -> None:
+def test_written_gradients_are_checked_again_for_any_optimizer(way: str, make: Callable[..., Any]) -> None:
     assert Program(way, make).skips(_multiply_all)
 
 

@@ -92,7 +92,7 @@ def test_culprits_that_depend_on_each_other_come_to_a_list_that_was_run() -> Non
     assert program(tuple(one for unit in search.culprits for one in unit), 0).metric == 1.0
 
 
-def test_what_a_list_can_name() -> None:
+def test_candidates_are_modules_by_class_or_path_and_ops_outside_of_them() -> None:
     units = units_of(
         survey(
             use("linear", "fp16", 9, 3, module="head", module_class="net.Head"),

@@ -110,7 +110,7 @@ def test_a_higher_metric_may_be_better() -> None:
     assert searched(run, tolerance=1.0).best is not None
 
 
-def test_where_nothing_pays_it_says_so() -> None:
+def test_the_summary_says_that_half_precision_does_not_pay() -> None:
     slow = survey(use("linear", "fp16", 100, 700))
     program = Program(slow)
     search = Search(program, proposals_of(slow), (0,))

@@ -120,7 +120,7 @@ def test_second_time_takes_no_parts_of_the_first() -> None:
         apply_weight_norm(net, "out.weight")
 
 
-def test_one_name_alone() -> None:
+def test_weight_norm_is_removed_from_the_named_parameter_alone() -> None:
     net = apply_weight_norm(Net())
     remove_weight_norm(net, "out.weight")
     assert "out.weight" in dict(net.named_parameters())

@@ -117,6 +117,6 @@ def test_inf_and_nan_are_texts() -> None:
     assert plain({"a": (math.inf, 1.5), 2: math.nan}) == {"a": ["inf", 1.5], "2": "nan"}
 
 
-def test_what_fails_a_run_is_one_of_two() -> None:
+def test_fail_on_is_overflow_or_skip() -> None:
     with pytest.raises(UsageError, match="choose 'overflow' or 'skip'"):
         failures({}, "warning")
