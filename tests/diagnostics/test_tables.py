@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
+import autoamp
 from autoamp.diagnostics import CallSite, Row
-from autoamp.diagnostics.tables import as_table
 
 
-def test_a_table_shows_text_as_it_is_and_whole() -> None:
-    text = as_table("Ops", ("op", "calls so far"), [("linear", "12"), ("[bold]odd[/bold]", "3"), ("x" * 300, "4")], 1)
-    assert "[bold]odd[/bold]" in text
-    assert text.count("x") == 300
-    assert [line.split()[-2] for line in text.splitlines() if "linear" in line or "odd" in line] == ["12", "3"]
-    assert as_table("Ops", ("op",), []) == "Ops: nothing\n"
+class Odd(nn.Module):
+    """Its modules have names of markup, and of 300 letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("[bold]odd[/bold]", nn.Linear(2, 2))
+        self.add_module("q" * 300, nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def test_a_table_shows_names_as_they_are_and_whole() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    with handle.trace() as trace:
+        Odd()(torch.ones(1, 2))
+    assert "[bold]odd[/bold]" in str(trace)
+    assert str(trace).count("q") == 300
+    with handle.trace() as empty:
+        pass
+    assert str(empty) == "Casts: nothing\n"
 
 
 def test_a_row_as_plain_values() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from autoamp.rules.table import CastTable, admits_version, is_version_limit
+from autoamp.errors import ListFileError
+from autoamp.rules import CastTable, admits_version
 from tests.rules._shared import list_sets, load, policies
 
 
@@ -27,13 +28,13 @@ from tests.rules._shared import list_sets, load, policies
     ],
 )
 def test_admits(limits: str, version: str, expected: bool) -> None:
-    assert is_version_limit(limits) or not limits
     assert admits_version(limits, version) is expected
 
 
 @pytest.mark.parametrize("limits", ["", "2.13", "=2.13", ">=2", ">=2.13 <2.14", ">2.13", ">=2.13.1", ">=2.13,"])
 def test_a_text_that_limits_no_version_is_refused(limits: str) -> None:
-    assert not is_version_limit(limits)
+    with pytest.raises(ListFileError, match="under versions"):
+        load({"fp32": ["exp"], "versions": {"exp": limits}})
 
 
 def test_what_handles_share_is_not_written_to() -> None:
