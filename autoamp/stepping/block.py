@@ -141,7 +141,7 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
         guard.prepare_block(finishes_delayed=not scaler.checks)
         if len(guards) > 1:
             # What the program wrote since concerns one optimizer, and not the others of this block.
-            guard.checks.check_written()
+            guard.checks.look_before_block()
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_at_hand()
     _rescale(guards, scale)

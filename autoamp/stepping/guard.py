@@ -278,6 +278,8 @@ class PendingChecks:
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
         self._checked = CheckedGrads()
+        # Flags of what the program had written to gradients before a block of several optimizers.
+        self._before_block: Sequence[Tensor] = ()
         self._groups = SyncGroups()
         # Whether ranks agreed on all that was found since the step.
         self._agreed = False
@@ -367,18 +369,22 @@ class PendingChecks:
         return any(check.overflowed for check in self.pending) if self.pending else None
 
     def earlier_flag(self, device: torch.device) -> Tensor:
-        """Return a flag without dimensions on a device: not 0 where gradients may hold inf of an earlier block.
+        """Return a flag without dimensions on a device: not 0 where gradients may have held inf before a block.
 
-        That is what pending checks say, or those of the last step without any. Waits for nothing.
+        That is what pending checks say, or those of the last step without any, and `look_before_block`. Waits for
+        nothing.
         """
-        earlier = self.pending or self.resolved
-        flags = [flag.to(device, non_blocking=True).view(()) for check in earlier for flag in check.flags]
+        flags = [flag for check in self.pending or self.resolved for flag in check.flags]
+        flags = [flag.to(device, non_blocking=True).view(()) for flag in (*flags, *self._before_block)]
         return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
         self.resolved, self.pending = self.pending, []
-        return _resolve(self.resolved)
+        blamed = _resolve(self.resolved)
+        if blamed is not None:
+            self._forget_checked()
+        return blamed
 
     def resolve_dropped_grads(self) -> None:
         """Settle checks whose gradients the program dropped without a step: they skip none.
@@ -399,7 +405,12 @@ class PendingChecks:
         if flag is not None:
             self.resolved, self.pending = self.pending, []
             step.flag = flag
+            self._forget_checked()
         return flag
+
+    def _forget_checked(self) -> None:
+        """Forget which gradients were checked: after a skip inf and nan are in them, and no pending check tells."""
+        self._checked = CheckedGrads()
 
     # -- several ranks --
 
@@ -432,19 +443,16 @@ class PendingChecks:
             scalers = self._owner.scalers
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
-        else:
-            self._look_again(params if several_processes() else self._checked.unchecked(params))
+        elif self.pending:
+            found = self._look(params if several_processes() else self._checked.unchecked(params))
+            if found:
+                last = self.pending[-1]
+                self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
 
-    def check_written(self) -> None:
-        """Check those gradients that were not checked as they are now, before a block adds to them."""
-        if self.pending and self._grads.delayed is None:
-            self._look_again(self._checked.unchecked(self._grads.params()))
-
-    def _look_again(self, params: Sequence[Tensor]) -> None:
-        """Let what is found in gradients now be a part of the last pending check, if there is one."""
-        if self.pending and (found := self._look(params)):
-            last = self.pending[-1]
-            self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
+    def look_before_block(self) -> None:
+        """Look at those gradients that nobody checked as they are before a block adds to them."""
+        delayed = self._grads.delayed is not None
+        self._before_block = () if delayed else self._look(self._checked.unchecked(self._grads.params()))
 
     def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
