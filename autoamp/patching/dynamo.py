@@ -42,7 +42,8 @@ def traceable_method(function: Any) -> Any:
     """Return what calls a method of `Tensor` in traced code; anything but such a method is returned as it is."""
     if not getattr(function, "__qualname__", "").startswith(("Tensor.", "TensorBase.")):
         return function
-    name = _ORIGINAL + function.__name__
+    # The proxies of strict export look for `operator.div`, which there is not, where a node has the other name.
+    name = _ORIGINAL + function.__name__.replace("__rdiv__", "__rtruediv__")
 
     def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self, name)(*args, **kwargs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import operator
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -205,6 +206,58 @@ def test_a_promise_holds_in_what_is_exported_and_traced(promise: str) -> None:
         found = program(t, w)
         assert [output.dtype for output in found] == expected[0], path
         torch.testing.assert_close(found, tuple(expected[1]), msg=lambda text, path=path: f"{path}: {text}")
+
+
+class Rotary(nn.Module):
+    """The table of angles in fp32, with a reflected division."""
+
+    def forward(self, t: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            frequencies = 1.0 / 10000 ** (torch.arange(0, 64, 2).float() / 64)
+            return t @ w, (frequencies[:, None] @ torch.arange(4096.0)[None, :]).cos()
+
+
+class Operators(nn.Module):
+    """The operators that have a name of their own if the second operand is the tensor."""
+
+    def forward(self, t: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        t = t.abs() + 1
+        both = (
+            operator.add,
+            operator.sub,
+            operator.mul,
+            operator.truediv,
+            operator.pow,
+            operator.floordiv,
+            operator.mod,
+        )
+        return (t @ w, *(one(t.bfloat16(), w.abs() + 1) for one in both), *(one(2.0, t.bfloat16()) for one in both))
+
+
+class CustomInRegion(nn.Module):
+    def forward(self, t: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            promised = Custom.apply(t, w)
+        return promised, Custom.apply(t, w)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("program", ["Rotary", "Operators", "CustomInRegion", "Nested", "half within fp32"])
+def test_an_exported_program_computes_what_the_model_does(program: str, strict: bool) -> None:
+    handle, (t, w) = init(), values()
+    if program == "half within fp32":
+        model: nn.Module = Plain(Plain())
+        handle.override(model.inner, "fp32")
+        handle.override(model.inner.inner, "fp16")
+    else:
+        model = globals()[program]()
+    expected = model(t, w)
+    exported = torch.export.export(model, (t, w), strict=strict).module()
+    for deactivate in (lambda: None, handle.deactivate):
+        deactivate()
+        found = exported(t, w)
+        assert [one.dtype for one in found] == [one.dtype for one in expected]
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("scope", ["global", "modules"])
