@@ -24,7 +24,10 @@ _WIDTHS = {
     CastPolicy.FP16: 0, CastPolicy.NONE: 1, CastPolicy.PROMOTE: 2, CastPolicy.FP32: 3, CastPolicy.BANNED: 3
 }  # fmt: skip
 # Operators below Python, and the functions that programs call instead. An operator that has none is left out.
-_FUNCTIONS = {"cross_entropy_loss": "cross_entropy", "nll_loss2d": "nll_loss"}
+_FUNCTIONS = {
+    "cross_entropy_loss": "cross_entropy", "nll_loss2d": "nll_loss", "_thnn_fused_gru_cell": "gru_cell",
+    "_thnn_fused_lstm_cell": "lstm_cell", "multilabel_margin_loss_forward": "multilabel_margin_loss",
+}  # fmt: skip
 _FUNCTIONS_BY_WORD = {"_pad": "pad", "upsample_": "interpolate"}
 _MODULES = {"fft_": "torch.fft.", "linalg_": "torch.linalg."}
 # A function of these has the name of the operator that it calls.
