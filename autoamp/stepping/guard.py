@@ -404,7 +404,7 @@ class PendingChecks:
         flag = _resolve_on_device(self.pending, lambda skipped: skips.tell(step, scaler, scaler.scale_before, skipped))
         if flag is not None:
             self.resolved, self.pending = self.pending, []
-            step.flag = flag
+            step.unread = scaler.unread
             self._forget_checked()
         return flag
 

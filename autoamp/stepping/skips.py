@@ -61,18 +61,22 @@ class Step:
     """What became of one call of ``optimizer.step()``, of any optimizer and by whatever rule.
 
     Attributes:
-        flag: Not 0 for a skip, if the optimizer takes the flag of an overflow on its device.
+        unread: Tells of this step, if its guard left the flag of an overflow on the device.
+        flag: Not 0 for a skip, if the program's own scaler left it to the optimizer.
     """
 
-    __slots__ = ("_skipped", "flag")
+    __slots__ = ("_skipped", "flag", "unread")
 
     def __init__(self) -> None:
+        self.unread: UnreadFlags | None = None
         self.flag: Tensor | None = None
         self._skipped: bool | None = None
 
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped; False while it runs. Waits for the device where that alone knows."""
+        if self._skipped is None and self.unread is not None:
+            self.unread.catch_up()
         if self._skipped is None and self.flag is not None:
             self._skipped = bool(self.flag)
         return bool(self._skipped)
