@@ -1,0 +1,117 @@
+"""State of the process: which modules have some, and who writes to torch or registers torch's global hooks."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.test_floors import FILES, PACKAGE, TEXTS
+
+# What a process has once, with the reason why no object that comes and goes can own it.
+STATE = {
+    "compat/amp/state.py amp_state": "programs read and write `apex.amp._amp_state`, one object of the module in Apex",
+    "compat/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
+    "compat/fastai1/training.py _batches": "the batches that threads are in: fastai calls functions, without a handle",
+    "compat/fastai1/training.py _training": "waits for fastai's import, also while no handle is there",
+    "patching/imports.py watcher": "wrapt's import hooks cannot be taken back, so each module gets one for all handles",
+    "patching/imports.py writing": "patches are written to objects that all threads share",
+    "runtime/active.py handles": "a process has one torch, so one handle patches it",
+    "runtime/events.py activated": "packages above hear of handles that are not made yet",
+    "runtime/events.py suspended": "as activated",
+    "runtime/patched_torch.py _one_at_a_time": "threads patch and restore one torch",
+    "scaling/sync.py _made": "a process group is a collective to make, and lives as long as the process",
+    "stepping/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
+    "stepping/links.py _links": "a half parameter outlives the handle that gave it a master",
+    "stepping/replicas.py WRAPPERS": "DistributedDataParallel calls nobody when one is made, with or without a handle",
+    "torch_private.py ASKED": "filled while the module is imported, and read by the tests",
+    "torch_private.py MISSING": "as ASKED",
+    "torch_private.py mkldnn": "stands for a module of torch; it has no state",
+}
+_IMMUTABLE = {"MultiTensorApply", "ParamSpec", "Rule", "TypeVar", "_Unnamed"}
+
+# Who registers hooks that torch calls for every optimizer or module of the process.
+GLOBAL_HOOKS = {
+    "cli/program_child.py": "times the steps of a program that runs without a handle",
+    "diagnostics/half_losses.py": "sees weights and gradients on both sides of a step, while it watches",
+    "diagnostics/inspector.py": "sees the modules that calls come from, for one step",
+    "diagnostics/overflow.py": "keeps what modules write to, while a step runs again",
+    "diagnostics/ranges.py": "reads gradients before a step, in a block in which casts are off",
+    "diagnostics/report/recording.py": "compares gradients before a step, while it records",
+    "stepping/replicas.py": "a DistributedDataParallel calls nobody when it is made",
+    "runtime/no_op.py": "a disabled handle patches nothing, and its followers hear of steps all the same",
+    "tuning/survey.py": "tells steps apart, for some steps",
+}
+
+
+def states(source: str) -> Iterator[str]:
+    """Yield the names of a module that may change: empty containers, and instances of classes."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target, value = node.targets[0] if isinstance(node, ast.Assign) else node.target, node.value
+            called = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+            is_empty = isinstance(value, ast.List | ast.Dict) and ast.unparse(value) in ("[]", "{}")
+            if is_empty or (re.match("_?[A-Z]+[a-z]", called) and called not in _IMMUTABLE):
+                yield ast.unparse(target)
+
+
+def writes_to_torch(source: str) -> Iterator[str]:
+    """Yield the statements that assign to an attribute of torch, or to one of what is imported from torch."""
+    tree, names = ast.parse(source), {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.asname for alias in node.names if alias.asname and alias.name.startswith("torch.")}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target).partition(".")[0] in names:
+                yield f"line {target.lineno}: {ast.unparse(target)}"
+        is_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr")
+        if is_call and ast.unparse(node.args[0]).partition(".")[0] in names:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_each_state_of_a_module_has_its_reason() -> None:
+    # The lists of the tree `apex` are what programs change, as in Apex.
+    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "compat" / "apex")]
+    assert {f"{path.relative_to(PACKAGE)} {name}" for path in ours for name in states(TEXTS[path])} == set(STATE)
+
+
+def test_no_function_writes_to_a_global_name() -> None:
+    assert [path.name for path in FILES if re.search(r"^\s+global ", TEXTS[path], re.MULTILINE)] == []
+
+
+def test_only_patching_writes_to_torch() -> None:
+    found = {str(path.relative_to(PACKAGE)): list(writes_to_torch(TEXTS[path])) for path in FILES}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_each_global_hook_has_its_reason() -> None:
+    registers = re.compile(r"\bregister_(optimizer_step|module)_\w+\(")
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if registers.search(TEXTS[path])}
+    assert found == set(GLOBAL_HOOKS)
+
+
+# -- the checks themselves --
+
+
+@pytest.mark.parametrize("source", ["x = []", "x: dict[str, int] = {}", "x = _State()", "x = threading.RLock()"])
+def test_state_is_found(source: str) -> None:
+    assert list(states(source)) == ["x"]
+
+
+@pytest.mark.parametrize("source", ["x = ()", "x = {'a': 1}", "x = frozenset()", "x = TypeVar('x')", "x = f()"])
+def test_a_constant_is_no_state(source: str) -> None:
+    assert list(states(source)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch\ntorch.mm = 1", "from torch import nn\nnn.Module.f = 1", "import torch.nn as n\nsetattr(n, 'a', 1)"],
+)
+def test_a_write_to_torch_is_found(source: str) -> None:
+    assert len(list(writes_to_torch(source))) == 1
