@@ -86,11 +86,8 @@ def named_tensors(step: RecordedStep, tape: Tape) -> tuple[Named, ...]:
         grads = [(name, step.grads.get(one, one.grad), "grad") for name, one in root.named_parameters()]
         for name, tensor, kind in inputs + weights + grads:
             # Sparse ones have no memory.
-            ref = tape.find(tensor) if tensor is not None and tensor.layout is torch.strided else None
-            if ref is not None:
-                found.append(
-                    Named(kind, name, model, ref, kind == "input" and tensor is not None and tensor.requires_grad)
-                )
+            if tensor is not None and tensor.layout is torch.strided and (ref := tape.find(tensor)) is not None:
+                found.append(Named(kind, name, model, ref, kind == "input" and tensor.requires_grad))
     return tuple(dict.fromkeys(found))
 
 

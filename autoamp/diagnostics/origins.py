@@ -216,9 +216,8 @@ class Followed:
 
 def _taken_by(place: Place, op: Op) -> Place:
     """Return the place of a cast as that of the operator that it was made for."""
-    return place._replace(
-        function=bare_op(op), names=op.place.names, in_place=op.place.in_place, location=op.place.location
-    )
+    function, taken = bare_op(op), op.place
+    return Place(function, place.module, taken.location, taken.names, place.is_cast, taken.in_place)
 
 
 def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:

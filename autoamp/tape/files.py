@@ -76,16 +76,8 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
         found = torch.load(path, weights_only=True, map_location=place)
     except OSError as error:
         raise TapeError(f"{shown} cannot be read: {error.strerror}") from error
-    except (
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise TapeError(f"{shown} is not a tape: it is no file of plain values and tensors") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as bad:
+        raise TapeError(f"{shown} is not a tape: it is no file of plain values and tensors") from bad
     if not isinstance(found, dict) or found.get("format") != _FORMAT:
         raise TapeError(f"{shown} is not a tape: expected the format {_FORMAT!r}")
     if found.get("version") != _VERSION:
@@ -180,9 +172,9 @@ def _event(value: Any) -> Load | Seed | Op:
 
 def _place(value: Any) -> Place:
     match value:
-        case [*texts, list(names), bool(is_cast), bool(in_place)] if len(texts) == 3:
-            shown = [None if text is None else escaped(text) for text in texts]
-            return Place(*shown, tuple(map(escaped, names)), is_cast, in_place)
+        case [function, module, location, list(names), bool(is_cast), bool(in_place)]:
+            texts = [None if text is None else escaped(text) for text in (function, module, location)]
+            return Place(texts[0], texts[1], texts[2], tuple(map(escaped, names)), is_cast, in_place)
     raise ValueError(value)
 
 

@@ -251,11 +251,8 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         if not isinstance(func, OpOverload):
             raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
         # The first makes a tensor show another memory, as the next `Ref` of it tells.
-        if (
-            func.overloadpacket is torch.ops.aten.set_
-            or func.namespace == "profiler"
-            or any(tensor.is_meta for tensor in iter_tensors((args, kwargs)))
-        ):
+        is_set = func.overloadpacket is torch.ops.aten.set_
+        if is_set or func.namespace == "profiler" or any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
             return None
         is_recorded = _is_collective(func) or _is_random(func, args)
         refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
