@@ -197,8 +197,7 @@ def test_looking_on_changes_nothing(kind: type[Writer], dtype: torch.dtype, tmp_
     expected, calls = trained(kind, dtype, tmp_path / "plain", {}, lambda handle: contextlib.nullcontext())
     assert calls == 8
     for name, (settings, look) in LOOKS.items():
-        if name == "capsule":
-            settings = {"capsule": tmp_path / "capsules"}
-        found, calls = trained(kind, dtype, tmp_path / name, settings, look)
+        given = {"capsule": tmp_path / "capsules"} if name == "capsule" else settings
+        found, calls = trained(kind, dtype, tmp_path / name, given, look)
         assert calls == 8, name
         assert all(map(torch.equal, found, expected)), name
