@@ -76,7 +76,7 @@ def init(
             are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an argument is in
             the half dtype.
         trace_overflow: Explain each skipped step, in `Handle.last_overflow`; see docs/diagnostics.md. It changes no
-            result. A skipped step is run again, forward and backward, some times.
+            result, and recorded steps take longer.
         capsule: A folder. The first step of each cause of inf or nan is written to a file there, for
             ``autoamp replay``, with the weights and inputs of the step. Implies ``trace_overflow``.
         on_nonfinite: What to do with a step that no loss scale guards and whose gradients hold inf or nan: ``"warn"``

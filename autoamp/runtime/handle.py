@@ -442,9 +442,9 @@ class BaseHandle:
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
         """Compute a loss and its gradients, and return the first overflow.
 
-        The gradients are those at the current loss scale. If there is an overflow, the calls of modules run again, at
-        lower loss scales and in fp32. Random generators and the buffers and attributes of modules are restored
-        afterwards. Gradients of parameters are not touched. ``trace_overflow`` is not needed.
+        The gradients are those at the current loss scale. The function is called once. Random generators, attributes
+        of modules, and all tensors that it wrote to are restored afterwards. Gradients of parameters are not touched.
+        ``trace_overflow`` is not needed.
 
         Args:
             step_fn: Computes the loss and returns it, unscaled, as a tensor with one element. It runs neither a
