@@ -873,6 +873,37 @@ def test_a_compiled_loss_is_left_alone() -> None:
     assert torch.equal(trained(True), trained(False))
 
 
+@pytest.mark.parametrize("when", ["before the handle", "after the handle", "after a step"])
+@pytest.mark.parametrize("what", ["model", "loss", "part"])
+def test_compiled_code_runs_as_without(what: str, when: str) -> None:
+    """No mode is on, so that Dynamo makes one graph and each call runs it; modes would break it."""
+    runs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (runs.append(1), graph(*args))[1]
+
+    def begin(net: Net) -> Any:
+        if what == "part":
+            net.faulty.compile(backend=backend, fullgraph=True)
+            return net, mean_square
+        compiled = torch.compile(mean_square if what == "loss" else net, backend=backend, fullgraph=True)
+        return (net, compiled) if what == "loss" else (compiled, mean_square)
+
+    torch._dynamo.reset()
+    net = Net(lambda h: h * 2.0)
+    model, loss = begin(net) if when == "before the handle" else (net, mean_square)
+    handle = started()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    if when == "after a step":
+        take_step(handle, net, optimizer)
+    if when != "before the handle":
+        model, loss = begin(net)
+    for _ in range(3):
+        take_step(handle, model, optimizer, loss)
+    assert len(runs) == 3
+    assert handle.skipped_steps == 0
+
+
 def test_a_stack_trace_of_a_call_has_two_frames_of_the_package() -> None:
     def fault(h: Tensor) -> Tensor:
         raise ValueError
