@@ -36,7 +36,7 @@ _IMMUTABLE = {"MultiTensorApply", "ParamSpec", "Rule", "TypeVar", "_Unnamed"}
 GLOBAL_HOOKS = {
     "cli/program_child.py": "times the steps of a program that runs without a handle",
     "diagnostics/half_losses.py": "sees weights and gradients on both sides of a step, while it watches",
-    "diagnostics/inspector.py": "sees the modules that calls come from, for one step",
+    "diagnostics/call_places.py": "sees the modules that calls come from, for one step",
     "diagnostics/overflow.py": "keeps what modules write to, while a step runs again",
     "diagnostics/ranges.py": "reads gradients before a step, in a block in which casts are off",
     "diagnostics/report/recording.py": "compares gradients before a step, while it records",

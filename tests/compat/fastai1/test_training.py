@@ -595,6 +595,7 @@ def test_torchvision_without_its_operators_is_imported(tmp_path: Path) -> None:
         f"sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
         "from autoamp.compat import fastai1\n"
         "print([name for name in ('fastai', 'pandas', 'torchvision') if name in sys.modules])\n"
+        "import autoamp.exports\n"
         "before = list(sys.meta_path)\n"
         "try:\n"
         "    import torchvision\n"
