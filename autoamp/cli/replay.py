@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autoamp.cli.output import say
-from autoamp.diagnostics import explain_evidence, load_capsule, versions
+from autoamp.diagnostics import load_capsule, versions
 
 __all__ = ["replay"]
 
@@ -20,7 +20,7 @@ def replay(chosen: argparse.Namespace) -> int:
     for name, before in capsule.versions.items():
         if here.get(name) != before:
             say(f"the run had {name} {before}, here is {here.get(name)}")
-    found = explain_evidence(capsule.evidence)
+    found = capsule.replay()
     say(f"run again: {found}")
     now = found.to_dict()
     different = [name for name in _COMPARED if now[name] != capsule.overflow.get(name)]

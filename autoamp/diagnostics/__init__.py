@@ -8,7 +8,6 @@ from autoamp.diagnostics.consistency import ComparedPath, Consistency, Consisten
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents
-from autoamp.diagnostics.findings import explain_evidence
 from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.nonfinite import NonFiniteStep, NonFiniteSteps
@@ -66,7 +65,6 @@ __all__ = [
     "check_lists",
     "check_report_tools",
     "explain",
-    "explain_evidence",
     "failures",
     "is_page",
     "load_capsule",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoamp.diagnostics.findings import Evidence, Named
+from autoamp.diagnostics.findings import Evidence, Named, explain_evidence
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 from autoamp.errors import TapeError, UsageError
 from autoamp.stepping import several_processes
@@ -48,6 +48,10 @@ class Capsule(NamedTuple):
     text: str
     versions: dict[str, str]
     evidence: Evidence
+
+    def replay(self) -> Overflow:
+        """Run the step again and return what is found here."""
+        return explain_evidence(self.evidence)
 
 
 class CapsuleWriter:
