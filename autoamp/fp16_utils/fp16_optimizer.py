@@ -83,7 +83,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
         self._asked: RequestedGroup | None = None
-        self._guard = StepGuard(init_optimizer, _Owner(self, init_optimizer), masters=self._masters)
+        self._guard = StepGuard(init_optimizer, _Owner(self), masters=self._masters)
         self._guard.install()
         if runtime is not None:
             runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
@@ -334,12 +334,10 @@ class _Owner:
 
     Args:
         optimizer: Referred to weakly: it has the guard.
-        inner: The optimizer that is guarded, referred to weakly.
     """
 
-    def __init__(self, optimizer: FP16_Optimizer, inner: Any) -> None:
+    def __init__(self, optimizer: FP16_Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._inner = weakref.ref(inner)
         self._scaler = optimizer.loss_scaler
 
     @property
@@ -386,12 +384,12 @@ class _Owner:
     def step_skipped(self) -> None:
         """Do nothing: the handle counts the skips of such optimizers by themselves."""
 
-    def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
+    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
         """Return the group that was asked for, of the optimizer itself or of the active handle."""
         own, optimizers = self._optimizer(), _optimizers()
         if own is not None and own._asked is not None:
             return own._asked
-        return None if optimizers is None else optimizers.asked.of(self._inner())
+        return None if optimizers is None else optimizers.requested_group(optimizer)
 
 
 def _optimizers() -> GuardedOptimizers | None:

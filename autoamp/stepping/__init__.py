@@ -13,12 +13,13 @@ from autoamp.stepping.attach import (
 )
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms
-from autoamp.stepping.guard import GuardOwner, OverflowCheck, StepGuard, read_checks
+from autoamp.stepping.guard import GuardOwner, StepGuard
 from autoamp.stepping.links import equalized, load_master, master_of, refresh_params, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizer_steps import OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
+from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, Step, StepWatch

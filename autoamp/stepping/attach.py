@@ -30,6 +30,7 @@ __all__ = [
     "named_params",
     "refuse_unguardable",
     "stepped_params",
+    "takes_flag",
 ]
 
 
@@ -212,3 +213,24 @@ def _names_in_live_modules() -> dict[int, str]:
                     for tensor in (param,) if link is None else (param, link.master):
                         names.setdefault(id(tensor), f"{type(module).__name__}.{name}")
     return names
+
+
+def takes_flag(optimizer: Any) -> bool:
+    """Whether an optimizer takes the flag of an overflow on its device, and changes nothing where that is set."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and _supports_found_inf(type(optimizer))
+
+
+def _supports_found_inf(kind: type[Any]) -> bool:
+    """Tell whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
+
+    Not one that wants a whole `GradScaler`, by an older convention. Nor a subclass with a step of its own that inherits
+    ``_step_supports_amp_scaling`` from a class of torch: what its step does besides calling that one, it would do in a
+    skipped step too.
+    """
+    step = getattr(kind, "step", None)
+    # Torch wraps the step of each class; the wrapper has the module of what it wraps.
+    module = getattr(step, "__module__", None) or ""
+    if module.startswith("torch.optim."):
+        return True
+    own = [base for base in kind.__mro__ if base.__module__ == module and "_step_supports_amp_scaling" in vars(base)]
+    return bool(own) and callable(step) and "grad_scaler" not in inspect.signature(step).parameters

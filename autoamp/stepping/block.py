@@ -17,7 +17,8 @@ from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, scaled_loss, unscale_
 from autoamp.stepping.checks import warn_without_gradients
-from autoamp.stepping.guard import OverflowCheck, StepGuard
+from autoamp.stepping.guard import StepGuard
+from autoamp.stepping.overflow_checks import OverflowCheck
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 
 __all__ = ["open_blocks", "scaled_block", "scaled_loss_block"]

@@ -144,7 +144,7 @@ class GuardedOptimizers:
         if guard.compared_settings or not several_processes():
             return
         guard.compared_settings = True
-        asked = self.requested_group(guard)
+        asked = self.requested_group(guard.optimizer)
         sets = rank_sets(stepped_params(guard.optimizer), () if asked is None else (asked.group,))
         if sets and self.runtime is not None:
             settings = self.runtime.settings
@@ -182,9 +182,9 @@ class GuardedOptimizers:
         """Count a skip."""
         self.counts.add_skip()
 
-    def requested_group(self, guard: StepGuard) -> RequestedGroup | None:
+    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
-        return self.asked.of(guard.optimizer)
+        return self.asked.of(optimizer)
 
     # -- guards --
 

@@ -1,17 +1,18 @@
-"""A copy of what an optimizer's step changes, to undo a step that meets inf or nan in its middle."""
+"""Copies of what an optimizer's step and its closure change, to undo a step that meets inf or nan in its middle."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoamp.stepping.attach import stepped_params
 from autoamp.tensors import map_tensors
 
-__all__ = ["StepCopy"]
+__all__ = ["GradsCopy", "StepCopy", "forget_state", "state_size"]
 
 
 class StepCopy:
@@ -49,3 +50,32 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in group.items() if name != "params"}
     copied: dict[str, Any] = map_tensors(options, lambda value: value.detach().clone())
     return copied
+
+
+class GradsCopy:
+    """The gradients that are there before a closure is evaluated, with their values."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._of = [(param, param.grad, param.grad.detach().clone()) for param in params if param.grad is not None]
+
+    @torch.no_grad()
+    def restore(self, params: Iterable[Tensor]) -> None:
+        """Give all parameters what they had."""
+        for param in params:
+            param.grad = None
+        for param, grad, value in self._of:
+            grad.copy_(value)
+            param.grad = grad
+
+
+def state_size(optimizer: Any) -> int:
+    """Return the number of parameters for which the optimizer has a state."""
+    state = getattr(optimizer, "state", None)
+    return len(state) if isinstance(state, Mapping) else 0
+
+
+def forget_state(optimizer: Any, known: int) -> None:
+    """Drop the states that the optimizer has made since it had so many: a skipped step leaves none."""
+    state: Any = getattr(optimizer, "state", None)
+    for key in list(state)[known:] if isinstance(state, Mapping) else ():
+        del state[key]

@@ -38,7 +38,7 @@ class Owner:
     def wants_skip(self, guard: StepGuard) -> bool:
         return False
 
-    def requested_group(self, guard: StepGuard) -> None:
+    def requested_group(self, optimizer: Any) -> None:
         return None
 
 

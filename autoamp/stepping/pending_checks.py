@@ -1,0 +1,350 @@
+"""The gradients of one optimizer, and the checks on them since its last step."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autoamp.scaling import (
+    FoundInfReduction,
+    LossScaler,
+    RequestedGroup,
+    Scale,
+    SyncGroup,
+    SyncGroups,
+    clip_,
+    powered_norm,
+    reduce_partial,
+    unscale_,
+)
+from autoamp.stepping.attach import stepped_params
+from autoamp.stepping.checked_grads import CheckedGrads
+from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.overflow_checks import OverflowCheck, read_checks, resolve, resolve_on_device
+from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.skips import SkipOwner, Skips, Step
+
+__all__ = ["CheckOwner", "PendingChecks", "ScaledGrads"]
+
+# At most so many checks wait for a step. Then they are read, and one that overflowed is left.
+_MAX_PENDING_CHECKS = 64
+
+
+class CheckOwner(SkipOwner, Protocol):
+    """What pending checks ask of the owner of the guard."""
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """All loss scalers, in the same order on all ranks."""
+
+    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
+        """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
+
+
+class ScaledGrads:
+    """The gradients of one optimizer, and their scale.
+
+    Args:
+        optimizer: Referred to weakly.
+        masters: The masters that it steps in place of half parameters.
+
+    Attributes:
+        masters: As given.
+        scale: The scale of all gradients now: 1.0 outside blocks but for ``delay_unscale``.
+        delayed: The scaler of the block that has left the gradients scaled, if one has.
+    """
+
+    def __init__(self, optimizer: weakref.ref[Any], masters: MasterWeights | None) -> None:
+        self.masters = masters
+        self.scale: Scale = 1.0
+        self._optimizer = optimizer
+        self.delayed: LossScaler | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, None once it is gone."""
+        return self._optimizer()
+
+    def params(self) -> Sequence[Tensor]:
+        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
+        return stepped_params(self._optimizer())
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors whose gradients backward passes make: what the optimizer steps, and half parameters."""
+        halves = [] if self.masters is None else [half for half, _ in self.masters.pairs]
+        return [*halves, *self.params()]
+
+    def has_any(self) -> bool:
+        """Tell whether any gradient is there."""
+        return any(param.grad is not None for param in self.params())
+
+    def collect(self, *, new_pass: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
+        if self.masters is not None:
+            self.masters.collect(new_pass=new_pass)
+
+    def before_backward(self) -> None:
+        """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
+        if self.masters is not None:
+            self.masters.before_backward()
+
+
+class PendingChecks:
+    """The checks on an optimizer's gradients since its last step, and what other ranks say of them.
+
+    Args:
+        skips: What is known of the optimizer's steps.
+        grads: Its gradients.
+        owner: That of its guard.
+
+    Attributes:
+        pending: The checks, in order.
+        last: The scaler and scale of the last block or pass.
+        resolved: The checks that were resolved last; none where there were none.
+    """
+
+    def __init__(self, skips: Skips, grads: ScaledGrads, owner: CheckOwner) -> None:
+        self.pending: list[OverflowCheck] = []
+        self.last: tuple[LossScaler, Scale] | None = None
+        self.resolved: Sequence[OverflowCheck] = ()
+        self._skips = skips
+        self._grads = grads
+        self._owner = owner
+        # What the last block unscaled.
+        self._unscaled: Sequence[Tensor] | None = None
+        self._checked = CheckedGrads()
+        # Flags of what the program had written to gradients before a block of several optimizers.
+        self._before_block: Sequence[Tensor] = ()
+        self._groups = SyncGroups()
+        # Whether ranks agreed on all that was found since the step.
+        self._agreed = False
+
+    @property
+    def group(self) -> SyncGroup | None:
+        """The ranks that agree on each step; None where what this rank finds is what all find.
+
+        To ask may be a collective the first time. UsageError: see `SyncGroups.among`.
+        """
+        if not several_processes():
+            return None
+        return self._groups.among(self._grads.params(), self._owner.requested_group(self._grads.optimizer))
+
+    def note(self, check: OverflowCheck | None) -> None:
+        """Take note of a check on the gradients as they are now."""
+        if check is not None:
+            self.pending.append(check)
+            self.last, self._agreed = (check.scaler, check.scale), False
+
+    def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
+        """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
+        self._unscaled = self._grads.params()
+        # All of them, anew: nothing stays of parameters that the optimizer steps no more.
+        self._checked = CheckedGrads()
+        self._checked.note(self._unscaled)
+        self.last, self._agreed = (scaler, scale), False
+
+    def note_checked(self, params: Iterable[Tensor]) -> None:
+        """Take note that these gradients have no inf or nan but what a pending check tells of."""
+        self._checked.note(params)
+
+    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of these parameters whose gradients were never checked, or were written to since."""
+        return self._checked.unchecked(params)
+
+    @property
+    def has_added_params(self) -> bool:
+        """Whether the optimizer got parameters after the last block."""
+        return self._unscaled is not None and len(self._grads.params()) != len(self._unscaled)
+
+    def unscale_added_params(self) -> None:
+        """Unscale and check the gradients of what was added to the optimizer after the last block.
+
+        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
+        that was not scaled is divided too.
+        """
+        if self.last is None or self._unscaled is None or not self.has_added_params:
+            return
+        params, (scaler, scale) = self._grads.params(), self.last
+        known = set(map(id, self._unscaled))
+        self._unscaled = params
+        added = [p for p in params if p.grad is not None and id(p) not in known]
+        if added:
+            self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
+            self._checked.note(added)
+
+    def finish_delayed(self) -> None:
+        """Unscale and check what ``delay_unscale`` left scaled."""
+        grads, scaler, scale = self._grads, self._grads.delayed, self._grads.scale
+        if scaler is not None:
+            grads.delayed, grads.scale = None, 1.0
+            if grads.has_any():
+                params = grads.params()
+                self.note(OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank)))
+                self._checked.note(params)
+
+    def expect(self, check: OverflowCheck) -> None:
+        """Take note of a backward pass from which gradients come with true values, and of the check on them."""
+        self.finish_delayed()
+        self.resolve_dropped_grads()
+        if len(self.pending) >= _MAX_PENDING_CHECKS:
+            # Nobody steps.
+            read_checks(self.pending)
+            self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
+        self.note(check)
+
+    def overflowed(self) -> bool | None:
+        """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
+
+        Where ranks agree on a step all of them have to ask.
+        """
+        if not self._agreed:
+            self.recheck()
+        read_checks(self.pending)
+        return any(check.overflowed for check in self.pending) if self.pending else None
+
+    def earlier_flag(self, device: torch.device) -> Tensor:
+        """Return a flag without dimensions on a device: not 0 where gradients may have held inf before a block.
+
+        That is what pending checks say, or those of the last step without any, and `look_before_block`. Waits for
+        nothing.
+        """
+        flags = [flag for check in self.pending or self.resolved for flag in check.flags]
+        flags = [flag.to(device, non_blocking=True).view(()) for flag in (*flags, *self._before_block)]
+        return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+
+    def resolve(self) -> OverflowCheck | None:
+        """Read the pending checks, tell the scalers, and return the check to blame, if any."""
+        self.resolved, self.pending = self.pending, []
+        blamed = resolve(self.resolved)
+        if blamed is not None:
+            self._forget_checked()
+        return blamed
+
+    def resolve_dropped_grads(self) -> None:
+        """Settle checks whose gradients the program dropped without a step: they skip none.
+
+        Not where ranks agree on a step: another rank may have dropped nothing. There the next step is skipped.
+        """
+        if self.pending and not self._grads.has_any() and self.group is None:
+            self.resolve()
+
+    def resolve_on_device(self) -> Tensor | None:
+        """Settle the pending checks on their device and return the flag; None where they are to be read."""
+        if not self.pending or self._owner.watch.wants_flags:
+            return None
+        scaler, skips = self.pending[0].scaler, self._skips
+        skips.wait_by(scaler.unread)
+        step = skips.step
+        flag = resolve_on_device(self.pending, lambda skipped: skips.tell(step, scaler, scaler.scale_before, skipped))
+        if flag is not None:
+            self.resolved, self.pending = self.pending, []
+            step.unread = scaler.unread
+            self._forget_checked()
+        return flag
+
+    def _forget_checked(self) -> None:
+        """Forget which gradients were checked: after a skip inf and nan are in them, and no pending check tells."""
+        self._checked = CheckedGrads()
+
+    # -- several ranks --
+
+    def step_ended(self) -> None:
+        """Begin anew: ranks without a block or pass until the next step have to hear of those that have one."""
+        self._agreed = False
+
+    def recheck(self, *, makes_gradients: bool = False, last_step: Step | None = None) -> None:
+        """Check those gradients that a step would use and that nobody checked as they are now.
+
+        These are gradients that the program wrote to or replaced after their check, and all where other ranks have a
+        part in them: torch does not count the writes of collectives. Ranks that find different things agree. Nothing
+        waits for the device, unless the last step was a skip and no block followed.
+
+        Args:
+            makes_gradients: Whether the step is going to make gradients of its own, by a closure.
+            last_step: The step before that which begins now, if one does.
+        """
+        group = self.group
+        params = self._grads.params()
+        if not self.pending and not makes_gradients and self.last is not None:
+            # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
+            found = self._look(params if (last_step or self._skips.step).skipped else self._checked.unchecked(params))
+            if found:
+                check = OverflowCheck(*self.last, found)
+                check.reported.overflowed = True
+                self.note(check)
+        if group is not None:
+            # Another rank may have scaled a loss where this one has scaled none yet.
+            scalers = self._owner.scalers
+            if self.last is not None or (scalers and scalers[0].checks):
+                self.agree(group)
+        elif self.pending:
+            found = self._look(params if several_processes() else self._checked.unchecked(params))
+            if found:
+                last = self.pending[-1]
+                self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
+
+    def look_before_block(self) -> None:
+        """Look at those gradients that nobody checked as they are before a block adds to them."""
+        delayed = self._grads.delayed is not None
+        self._before_block = () if delayed else self._look(self._checked.unchecked(self._grads.params()))
+
+    def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
+        flag = None if self.last is None else self.last[0].unread.blank
+        found = unscale_(params, 1.0, flag)
+        self._checked.note(params)
+        return found
+
+    def agree(
+        self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, loss_is_nonfinite: bool = False
+    ) -> FoundInfReduction:
+        """Let all ranks know what each of them found, by one collective. Scalers are not updated yet."""
+        params = self._grads.params()
+        reduce_partial(params, halves_alone=True)
+        scalers, own = self._owner.scalers, self.pending
+        found: list[list[Tensor]] = [[] for _ in scalers]
+        for check in own:
+            found[_place_of(check.scaler, scalers)] += check.flags
+        # A reduction by the program itself may have come since the block looked at them.
+        now = self._look(self._checked.unchecked(params) if self._agreed else params)
+        reduction = FoundInfReduction.of(
+            group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
+        )
+        self._agreed = True
+        for check in own:
+            check.overflowed = None
+            check.agree(reduction.of_scaler(_place_of(check.scaler, scalers)))
+        if own or reduction.has_checks():
+            scaler, scale = self.last or (scalers[0], scalers[0].loss_scale)
+            self.pending.append(OverflowCheck(scaler, scale, [reduction.now]))
+        return reduction
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the p-th power of the norm of the gradients of all ranks; for ``inf`` the norm itself.
+
+        Where ranks agree on a step they do so by the same collective. What is written after it is agreed on at the
+        step.
+        """
+        reduce_partial(self._grads.params(), halves_alone=False)
+        group = self.group
+        if group is None and not several_processes():
+            self.recheck()
+        present = [param for param in self._grads.params() if param.grad is not None]
+        norm = powered_norm(present, group, norm_type)
+        return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Clip the gradients after `norm`. A norm that is finite keeps them finite, so they count as checked."""
+        params = self._grads.params()
+        clip_(params, norm, max_norm)
+        if math.isfinite(max_norm):
+            self._checked.note(params)
+
+
+def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
+    return next((place for place, one in enumerate(scalers) if one is scaler), 0)
