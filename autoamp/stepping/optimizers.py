@@ -1,4 +1,4 @@
-"""The optimizers of a handle: their guards and master weights, blocks of their losses, and the skips of them all."""
+"""The optimizers of a handle: what their guards ask and tell, and blocks of their losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, kind_of
@@ -18,18 +17,17 @@ from autoamp.stepping.attach import (
     ScalesItself,
     guard_before,
     living_optimizers,
-    refuse_unguardable,
     stepped_params,
 )
 from autoamp.stepping.block import open_blocks, scaled_loss_block
-from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
-from autoamp.stepping.loss_scalers import LossScalers, listed
+from autoamp.stepping.guards import Guards, steps_any_of
+from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.skips import OwnSteps, Skips, Step, StepCounts, StepWatch
+from autoamp.stepping.skips import OwnSteps, Skips, Step, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
 __all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
@@ -56,7 +54,7 @@ class ActiveRuntime(Protocol):
         """Raise UsageError where the handle is not active."""
 
 
-class GuardedOptimizers:
+class GuardedOptimizers(Guards):
     """Guards optimizers as scaled losses come by. It is the `autoamp.stepping.guard.GuardOwner` of their guards.
 
     Args:
@@ -65,12 +63,8 @@ class GuardedOptimizers:
 
     Attributes:
         casts: As given; replaced at another call of `initialize`.
-        loss_scalers: Those that were given, and all that came later.
-        counts: How many steps there were, and skips.
         asked: The process groups over which the program wants steps to be agreed on.
         runtime: What drives the handle now; None for optimizers of no handle.
-        models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
-        max_consecutive_skips: So many skips of one optimizer in a row are an error.
         watch: Hears of losses, steps and skips, for diagnostics.
         on_stepped: Called after each step of an optimizer, with or without loss scaling.
         on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
@@ -78,24 +72,18 @@ class GuardedOptimizers:
         look: Called with an optimizer that is about to step, and its guard if it has one; returns whether to skip the
             step, since gradients that no loss scale guards hold inf or nan.
         undoes_steps: Whether a step that meets inf or nan in a later evaluation of its closure is undone.
-        running: Optimizers of torch's classes whose step runs now, by id.
     """
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
+        super().__init__(scalers)
         self.casts = casts
-        self.loss_scalers = LossScalers(scalers)
-        self.counts = StepCounts(self.loss_scalers.catch_up)
         self.asked = RequestedGroups()
         self.runtime: ActiveRuntime | None = None
-        self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.max_consecutive_skips = 50
         self.watch = StepWatch()
         self.on_stepped: Callable[[Step], None] = lambda step: None
         self.on_unguarded: Callable[[Any], None] | None = None
         self.look: Callable[[Any, StepGuard | None], bool] = lambda *_: False
         self.undoes_steps = False
-        self.running: set[int] = set()
-        self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._vanishing = UnderflowWatch()
         self._left_scaled = LeftScaled()
         # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
@@ -186,65 +174,8 @@ class GuardedOptimizers:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
         return self.asked.of(optimizer)
 
-    # -- guards --
-
-    @property
-    def guards(self) -> list[StepGuard]:
-        """The guards of all optimizers that live."""
-        return list(self._guards.values())
-
-    def guard_of(self, optimizer: Any) -> StepGuard | None:
-        """Return the optimizer's guard, None where it has none."""
-        try:
-            return self._guards.get(optimizer)
-        except TypeError:
-            # What no weak reference can be made to.
-            return None
-
-    def guard_around(self, optimizer: Any) -> StepGuard | None:
-        """Return the guard that has checked the gradients of an optimizer without one; None where none has.
-
-        A wrapper such as SAM was given to ``scale_loss`` and steps the optimizer within it outside of its own step. An
-        optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
-        """
-        for guard in self.guards:
-            if guard.checks.pending and not guard.stepping and not guard.takes_flag:
-                params = set(map(id, guard.grads.params()))
-                if all(id(param) in params for param in stepped_params(optimizer)):
-                    return guard
-        return None
-
-    def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
-        """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
-
-        Args:
-            optimizer: Anything with ``param_groups`` and ``step``.
-            check: Whether to warn, the first time, of settings that half parameters without masters cannot take.
-        """
-        guard = self.guard_of(optimizer)
-        if guard is None:
-            refuse_unguardable(optimizer)
-            guard = self.guard_of(_wrapped_by(optimizer))
-        if guard is None:
-            wants_masters = _steps_any_of(self.models_with_masters, optimizer)
-            guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
-            if check and guard.masters is None:
-                check_optimizer(optimizer)
-        guard.max_consecutive_skips = self.max_consecutive_skips
-        return guard
-
-    def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        guard = StepGuard(optimizer, self, masters=masters)
-        if id(optimizer) in self.running:
-            raise UsageError(
-                f"The first scale_loss of {guard.name} came while its step() runs; pass what evaluates the loss as "
-                "optimizer.step(closure), or call scale_loss before step()"
-            )
-        guard.max_consecutive_skips = self.max_consecutive_skips
-        guard.install()
-        self._guards[optimizer] = guard
-        self.counts.guarded += 1
-        return guard
+    def _new_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
+        return StepGuard(optimizer, self, masters=masters)
 
     # -- losses --
 
@@ -327,31 +258,6 @@ class GuardedOptimizers:
         self.counts.own.scalers[skips] = scaler
         self.counts.last = skips.step
 
-    # -- masters --
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether an optimizer steps master weights, or will."""
-        return bool(self.models_with_masters) or any(guard.masters is not None for guard in self.guards)
-
-    def masters_of(self, optimizer: Any) -> MasterWeights | None:
-        """Return an optimizer's masters, None where it has none."""
-        guard = self.guard_of(optimizer)
-        return None if guard is None else guard.masters
-
-    def keep_masters(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> MasterWeights:
-        """Let an optimizer step fp32 masters of its half parameters from now on."""
-        masters = self.masters_of(optimizer)
-        if masters is None:
-            refuse_unguardable(optimizer)
-            # First of all: what an earlier guard left scaled is in the gradients of the half parameters.
-            self.hand_over(optimizer)
-            masters = MasterWeights(optimizer, originals)
-            self._put_guard(optimizer, masters)
-        else:
-            masters.adopt(originals)
-        return masters
-
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
@@ -360,51 +266,8 @@ class GuardedOptimizers:
             self._living.add(optimizer)
         # A half-built optimizer has no groups.
         with contextlib.suppress(AttributeError):
-            if _steps_any_of(self.models_with_masters, optimizer):
+            if steps_any_of(self.models_with_masters, optimizer):
                 self.keep_masters(optimizer)
-
-    def hand_over(self, optimizer: Any) -> MasterWeights | None:
-        """Let go of an optimizer and return its masters, which stay in place."""
-        guard = self._guards.pop(optimizer, None)
-        if guard is None:
-            return None
-        guard.uninstall()
-        return guard.masters
-
-    def let_go(self, optimizers: Sequence[Any], params: Iterable[Tensor]) -> None:
-        """Give these optimizers, and all that step one of the parameters, back what they had of these parameters."""
-        params = list(params)
-        meant = set(map(id, params))
-        for optimizer, guard in list(self._guards.items()):
-            masters = guard.masters
-            own = [*stepped_params(optimizer), *([] if masters is None else (half for half, _ in masters.pairs))]
-            if not (any(optimizer is named for named in optimizers) or any(id(param) in meant for param in own)):
-                continue
-            if masters is not None:
-                masters.dissolve(params)
-                if len(masters):
-                    # It steps other models as well.
-                    continue
-                masters.dissolve()
-            self.hand_over(optimizer)
-            self.loss_scalers.forget_own(optimizer)
-
-    def release(self) -> None:
-        """Give every optimizer its step and its parameters back."""
-        if self.counts.own_scale is not None:
-            # Of the program's scaler nothing is kept but the number.
-            self.counts.own_scale = float(self.counts.own_scale)
-        # The optimizers live as long as this list does, and their guards refer to them weakly.
-        guarded = list(self._guards.items())
-        guards = [guard for _, guard in guarded]
-        for guard in guards:
-            guard.uninstall()
-        self._guards.clear()
-        for optimizer in self.loss_scalers.with_own():
-            self.loss_scalers.forget_own(optimizer)
-        for guard in guards:
-            if guard.masters is not None:
-                guard.masters.dissolve()
 
 
 class RequestedGroups:
@@ -479,18 +342,3 @@ def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
         if guard.in_block and not is_same_scale(guard.grads.scale, 1.0):
             found[guard.name] = [*found.get(guard.name, ()), *guard.grads.leaves()]
     return found
-
-
-def _steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:
-    """Tell whether an optimizer steps a parameter of the models."""
-    params = {id(param) for model in models for param in model.parameters()}
-    return bool(params) and any(id(param) in params for param in stepped_params(optimizer))
-
-
-def _wrapped_by(wrapper: Any) -> Any:
-    """Return the optimizer that a wrapper hands its calls to, as those of accelerate and Fabric do; None for others.
-
-    The gradients are there, in masters too, and the wrapper may not step each time when it is called.
-    """
-    inner = getattr(wrapper, "optimizer", None)
-    return inner if getattr(inner, "param_groups", None) is wrapper.param_groups else None
