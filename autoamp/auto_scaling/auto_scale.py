@@ -102,7 +102,8 @@ class AutoScale:
         """Go on after `pause`, if it was not stopped."""
         if self.active and not len(self._patches):
             self._patch()
-            self._look_around()
+            for optimizer in living_optimizers():
+                self._guard_new(optimizer)
 
     def pause(self) -> None:
         """Take the patches back for a while."""
@@ -120,11 +121,11 @@ class AutoScale:
             (Module, "register_full_backward_pre_hook", self._around_register(GradientHook)),
             (torch.nn.modules.module, "register_module_full_backward_hook", self._around_register_for_all),
             (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
-            (Optimizer, "__init__", lambda f: self._afterwards(f, self._guard_new)),
-            (Optimizer, "__setstate__", lambda f: self._afterwards(f, self._guard_new)),
-            (torch.amp.GradScaler, "__init__", lambda f: self._afterwards(f, self._notice_scaler)),
-            (torch.amp.GradScaler, "scale", lambda f: self._afterwards(f, self._notice_scale)),
-            (torch.autocast, "__enter__", lambda f: self._afterwards(f, self._notice_autocast)),
+            (Optimizer, "__init__", lambda f: _afterwards(f, self._guard_new)),
+            (Optimizer, "__setstate__", lambda f: _afterwards(f, self._guard_new)),
+            (torch.amp.GradScaler, "__init__", lambda f: _afterwards(f, self._notice_scaler)),
+            (torch.amp.GradScaler, "scale", lambda f: _afterwards(f, self._notice_scale)),
+            (torch.autocast, "__enter__", lambda f: _afterwards(f, self._notice_autocast)),
         ]
         if _SHARDED in sys.modules:
             patched.append(self._sharded_scaler(sys.modules[_SHARDED]))
@@ -139,7 +140,7 @@ class AutoScale:
             taken = (original_of(backward), before)
             self._patches.rebind({id(one): (one, backward) for one in taken}, lambda _: False)
 
-        # Those that `_look_around` does not find: nobody tells of objects that `gc.freeze()` has frozen.
+        # Those that `resume` does not find: nobody tells of objects that `gc.freeze()` has frozen.
         self._optimizers.on_unguarded = self._guard_new
 
     def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -149,11 +150,7 @@ class AutoScale:
 
     def _sharded_scaler(self, module: Any) -> tuple[Any, str, Callable[[Any], Any]]:
         """Return what to patch of torch's other class of scalers, whose ``scale()`` is its own."""
-        return module.ShardedGradScaler, "scale", lambda f: self._afterwards(f, self._notice_scale)
-
-    def _look_around(self) -> None:
-        for optimizer in living_optimizers():
-            self._guard_new(optimizer)
+        return module.ShardedGradScaler, "scale", lambda f: _afterwards(f, self._notice_scale)
 
     def stop(self) -> None:
         """Take the patches back. The optimizers stay guarded, for verdicts that their next step is to read."""
@@ -211,15 +208,6 @@ class AutoScale:
             self._yielded_to = whom
             log.info("the program uses %s: autoamp does not scale its losses", whom)
 
-    def _afterwards(self, original: Any, notice: Callable[[Any], None]) -> Any:
-        def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self_, *args, **kwargs)
-            if not torch.compiler.is_compiling():
-                notice(self_)
-            return result
-
-        return replacement
-
     # -- backward passes --
 
     def _around_backward(self, original: Any) -> Any:
@@ -255,7 +243,8 @@ class AutoScale:
         """Make the pass that begins at the roots; None if it reaches nothing that an optimizer steps."""
         owners: dict[int, list[StepGuard]] = {}
         sharded: list[StepGuard] = []
-        guards = self._guards()
+        # With their optimizers, which a collection of garbage cannot take away from them so long.
+        guards = {self._optimizers.guard(optimizer): optimizer for optimizer in list(self._known)}
         for guard in guards:
             params = guard.grads.params()
             for param in params:
@@ -317,10 +306,6 @@ class AutoScale:
             and all(map(can_begin_at, roots, given or [None] * len(roots)))
         )
 
-    def _guards(self) -> dict[StepGuard, Any]:
-        """Return the guards with their optimizers, which a collection of garbage cannot take away from them so long."""
-        return {self._optimizers.guard(optimizer): optimizer for optimizer in list(self._known)}
-
     # -- what the program sees of it --
 
     def _around_retain_grad(self, original: Any) -> Any:
@@ -351,3 +336,15 @@ class AutoScale:
 
     def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
         return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
+
+
+def _afterwards(original: Any, notice: Callable[[Any], None]) -> Any:
+    """Return a replacement of a method that calls ``notice(self)`` after it."""
+
+    def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self_, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            notice(self_)
+        return result
+
+    return replacement

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError, kind_of
+from autoamp.fp16_utils.checkpoints import flag, load_or_restore, matched
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, scaled_loss
 from autoamp.stepping import (
@@ -268,16 +269,16 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             if key not in state_dict:
                 raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
         dynamic = isinstance(self.loss_scaler, DynamicLossScaler)
-        overflow = _flag(state_dict, "overflow")
-        if _flag(state_dict, "dynamic_loss_scale") is not dynamic:
+        overflow = flag(state_dict, "overflow")
+        if flag(state_dict, "dynamic_loss_scale") is not dynamic:
             raise CheckpointError(
                 f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
                 f"{dynamic}"
             )
         self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
         self._masters.adopt()
-        pairs = _matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
-        _load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
+        pairs = matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
+        load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         self._guard.skips.step.skipped = overflow
         with torch.no_grad():
@@ -413,50 +414,3 @@ def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
         # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
         "max_loss_scale": max(init_scale, 2.0**24),
     }
-
-
-def _flag(state_dict: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""
-    value = state_dict.get(key, False)
-    try:
-        return bool(value)
-    except (RuntimeError, TypeError, ValueError):
-        raise CheckpointError(f"key {key!r} is {value!r}; expected True or False") from None
-
-
-def _load_or_restore(optimizer: Any, state_dict: Any) -> None:
-    """Let an optimizer load a state. CheckpointError: it cannot, and has its groups and state of before."""
-    groups, state = optimizer.param_groups, optimizer.state
-    options = [dict(group) for group in groups]
-    try:
-        optimizer.load_state_dict(state_dict)
-        for group in optimizer.param_groups:
-            # A number of steps that no float holds would raise at the next step.
-            float(group.get("step") or 0)
-    except Exception as error:
-        # torch replaces groups and state before it looks at the entries of the state.
-        optimizer.param_groups, optimizer.state = groups, state
-        for group, before in zip(groups, options, strict=True):
-            group.clear()
-            group.update(before)
-        raise CheckpointError(
-            f"key 'optimizer_state_dict' does not fit {kind_of(optimizer)} ({type(error).__name__}: {error}); "
-            "load the state of an optimizer of this class; nothing was loaded"
-        ) from error
-
-
-def _matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]]:
-    """Pair the masters with those of a checkpoint. CheckpointError: groups or shapes differ."""
-    shapes = [[tuple(tensor.shape) for tensor in group] for group in ours]
-    try:
-        values = [list(group) for group in theirs]
-    except TypeError:
-        values = [[None]]
-    if not all(isinstance(tensor, Tensor) and not tensor.is_meta for group in values for tensor in group):
-        raise CheckpointError("key 'fp32_from_fp16' is not a list of lists of tensors with data; nothing was loaded")
-    found = [[tuple(tensor.shape) for tensor in group] for group in values]
-    if shapes != found:
-        raise CheckpointError(
-            f"key 'fp32_from_fp16' holds masters of shapes {found}, this optimizer has masters of shapes {shapes}"
-        )
-    return [pair for group, loaded in zip(ours, values, strict=True) for pair in zip(group, loaded, strict=True)]

@@ -14,6 +14,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "autoamp"
 MAX_FUNCTION_LINES = 60
+MAX_FILE_LINES = 450
+MAX_METHODS, MAX_ATTRIBUTES = 25, 15
+# Larger ones, which may shrink. What users call is one class; private names of torch are data; others are to be split.
+LARGE = {
+    "torch_private.py", "runtime/handle.py", "BaseHandle in runtime/handle.py", "Runtime in runtime/runtime.py",
+    "diagnostics/consistency.py", "Followed in diagnostics/origins.py",
+}  # fmt: skip
 
 # A package imports only from floors below its own, and only what an `__init__` there exports.
 FLOORS: dict[int, tuple[str, ...]] = {
@@ -121,6 +128,19 @@ def violations_of_style(source: str) -> list[str]:
     return found
 
 
+def violations_of_size(name: str, source: str) -> list[str]:
+    """Return the file itself if it is too long, and the classes with too many methods or attributes."""
+    found = [name] if len(source.splitlines()) > MAX_FILE_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(sub, ast.FunctionDef) for sub in node.body)
+            stored = {sub.attr for sub in ast.walk(node) if isinstance(sub, ast.Attribute)
+                      and isinstance(sub.ctx, ast.Store) and ast.unparse(sub.value) == "self"}  # fmt: skip
+            if methods > MAX_METHODS or len(stored) > MAX_ATTRIBUTES:
+                found.append(f"{node.name} in {name}")
+    return found
+
+
 def private_names(source: str) -> tuple[set[str], dict[str, int]]:
     """Return the private names that a source text gives to what it defines, and those that it reads of objects."""
     given, read = set(), {}
@@ -169,6 +189,11 @@ def test_no_circles_inside(package: str) -> None:
     assert len(list(graphlib.TopologicalSorter(needs).static_order())) >= len(needs)
 
 
+def test_files_and_classes_are_small() -> None:
+    found = [large for path in FILES for large in violations_of_size(str(path.relative_to(PACKAGE)), TEXTS[path])]
+    assert set(found) == LARGE
+
+
 def test_each_package_is_on_one_floor() -> None:
     assert len(FLOOR_OF) == sum(len(packages) for packages in FLOORS.values())
     assert set(FLOOR_OF) == {package_of(path) for path in FILES}
@@ -214,6 +239,13 @@ def test_long_functions_and_prints_are_found() -> None:
     assert violations_of_style(f"def f():\n{body}") == [f"f has {MAX_FUNCTION_LINES + 1} lines; 60 are allowed"]
     assert violations_of_style("print(1)") == ["line 1 prints; use a logger"]
     assert violations_of_style(f'def f():\n    """{body}"""\n    return 1') == []
+
+
+def test_large_files_and_classes_are_found() -> None:
+    methods = "".join(f"    def f{number}(self): self.a{number % 16} = 1\n" for number in range(16))
+    assert violations_of_size("x.py", f"class A:\n{methods}") == ["A in x.py"]
+    assert violations_of_size("x.py", "\n" * (MAX_FILE_LINES + 1)) == ["x.py"]
+    assert violations_of_size("x.py", "class A:\n    def f(self): self.a = 1") == []
 
 
 def test_private_names_are_found() -> None:

@@ -1,0 +1,59 @@
+"""The parts of an `FP16_Optimizer`'s checkpoint, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autoamp.errors import CheckpointError, kind_of
+
+__all__ = ["flag", "load_or_restore", "matched"]
+
+
+def flag(state_dict: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""
+    value = state_dict.get(key, False)
+    try:
+        return bool(value)
+    except (RuntimeError, TypeError, ValueError):
+        raise CheckpointError(f"key {key!r} is {value!r}; expected True or False") from None
+
+
+def load_or_restore(optimizer: Any, state_dict: Any) -> None:
+    """Let an optimizer load a state. CheckpointError: it cannot, and has its groups and state of before."""
+    groups, state = optimizer.param_groups, optimizer.state
+    options = [dict(group) for group in groups]
+    try:
+        optimizer.load_state_dict(state_dict)
+        for group in optimizer.param_groups:
+            # A number of steps that no float holds would raise at the next step.
+            float(group.get("step") or 0)
+    except Exception as error:
+        # torch replaces groups and state before it looks at the entries of the state.
+        optimizer.param_groups, optimizer.state = groups, state
+        for group, before in zip(groups, options, strict=True):
+            group.clear()
+            group.update(before)
+        raise CheckpointError(
+            f"key 'optimizer_state_dict' does not fit {kind_of(optimizer)} ({type(error).__name__}: {error}); "
+            "load the state of an optimizer of this class; nothing was loaded"
+        ) from error
+
+
+def matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]]:
+    """Pair the masters with those of a checkpoint. CheckpointError: groups or shapes differ."""
+    shapes = [[tuple(tensor.shape) for tensor in group] for group in ours]
+    try:
+        values = [list(group) for group in theirs]
+    except TypeError:
+        values = [[None]]
+    if not all(isinstance(tensor, Tensor) and not tensor.is_meta for group in values for tensor in group):
+        raise CheckpointError("key 'fp32_from_fp16' is not a list of lists of tensors with data; nothing was loaded")
+    found = [[tuple(tensor.shape) for tensor in group] for group in values]
+    if shapes != found:
+        raise CheckpointError(
+            f"key 'fp32_from_fp16' holds masters of shapes {found}, this optimizer has masters of shapes {shapes}"
+        )
+    return [pair for group, loaded in zip(ours, values, strict=True) for pair in zip(group, loaded, strict=True)]
