@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +23,16 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
-from autoamp.tape import CannotRerun, Op, Ref, Tape, everything, iter_refs
+from autoamp.tape import CannotRerun, Op, Place, Ref, Tape, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
 __all__ = ["Evidence", "Named", "explain_evidence", "half_precision_finding", "named_tensors", "unlocated"]
 
 _MAX_SCALE_BITS = 40
+# So many entries are tried.
+_MAX_TRIALS = 4
+# All lists have these in half precision.
+_PRODUCTS = re.compile(r"mm|conv|dot|mv|lstm|gru|rnn|attention|linear")
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ def _cause(step: Evidence, half: Followed, origin: Origin) -> Overflow:
         return _in_unknown_precision(origin, str(error))
     in_fp32 = _causes(step, wide)
     if not in_fp32:
-        return half_precision_finding(step, origin, wide)
+        return _proven(step, origin, half_precision_finding(step, origin, wide))
     first = in_fp32[0]
     if first.op is None:
         return _given_finding(step, wide, first)
@@ -213,6 +219,70 @@ def half_precision_finding(step: Evidence, origin: Origin, wide: Followed) -> Ov
     if entry is not None and casts:
         entry = f"{entry}, and make no half tensor at {casts[0]}, whose gradient is as large"
     return replace(_finding(origin, verdict), suggestion=entry or advice, fp32_names=names)
+
+
+# -- entries that are tried on the tape --
+
+
+def _proven(step: Evidence, origin: Origin, found: Overflow) -> Overflow:
+    """Return a finding whose entry was tried, if there is one that makes the step finite."""
+    assert origin.op is not None
+    if not found.fp32_names:
+        return found
+    if origin.op.place.is_cast or _is_half(origin.op):
+        is_proven = _is_finite_with(step, found.fp32_names)
+        return replace(found, suggestion=_tried(found.suggestion)) if is_proven else found
+    # The op is in fp32 already: what it gets was rounded to half.
+    names: tuple[str, ...] = ()
+    for op in itertools.islice(_half_ops_before(step.tape, origin.op), _MAX_TRIALS):
+        names = tuple(dict.fromkeys((*names, *op.place.names)))
+        if _is_finite_with(step, names):
+            return replace(found, suggestion=_tried(fp32_entry(names)), fp32_names=names)
+    advice = "compute in fp32 what it gets; no entry was found that makes the step finite"
+    return replace(found, suggestion=advice, fp32_names=())
+
+
+def _tried(suggestion: str | None) -> str:
+    return str(suggestion).replace("to the list file", "to the list file (tried)")
+
+
+def _is_half(op: Op) -> bool:
+    return any(ref.dtype in HALF_DTYPES for ref in iter_refs((op.args, op.kwargs, op.outputs)))
+
+
+def _half_ops_before(tape: Tape, op: Op) -> Iterator[Op]:
+    """Yield the ops in half precision that an op's arguments were computed by, the last ones first."""
+    ops = list(tape.ops)
+    wanted = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
+    for earlier in reversed(ops[: ops.index(op)]):
+        if not wanted.isdisjoint(ref.memory for ref in iter_refs(earlier.outputs)):
+            wanted.update(ref.memory for ref in iter_refs((earlier.args, earlier.kwargs)))
+            if earlier.place.names and _is_half(earlier):
+                yield earlier
+
+
+def _is_finite_with(step: Evidence, names: tuple[str, ...]) -> bool:
+    """Whether the step is finite with all functions of these names in fp32, as an entry of a list makes them.
+
+    What gets their fp32 results computes in fp32 too, but for products and for what else half copies were made for.
+    """
+    casts: dict[int, Place] = {}
+    chosen: set[Place] = set()
+    narrow: set[Place] = set()
+    for op in step.tape.ops:
+        feeding = {casts[ref.memory] for ref in iter_refs((op.args, op.kwargs)) if ref.memory in casts}
+        is_half = any(ref.dtype in HALF_DTYPES for ref in iter_refs(op.outputs))
+        if op.place.is_cast:
+            casts.update({ref.memory: op.place for ref in iter_refs(op.outputs)})
+            narrow |= {op.place} if is_half else set()
+        elif not set(names).isdisjoint(op.place.names):
+            chosen |= {op.place, *feeding}
+        elif is_half and (feeding or op.place.function in CASTS or _PRODUCTS.search(op.name)):
+            narrow.add(op.place)
+    run = step.follow(
+        lambda op: op.place in chosen, promotes=lambda op: op.place not in narrow, factor=1.0 / max(step.scale, 1.0)
+    )
+    return not _causes(step, run)
 
 
 def _given_finding(step: Evidence, run: Followed, origin: Origin) -> Overflow:

@@ -301,6 +301,32 @@ def test_all_fields_of_a_finding() -> None:
         assert (found.iteration, found.loss_scale, found.kind) == (0, 256.0, "half_precision_op")
 
 
+def log_of_rounded(h: Tensor) -> Tensor:
+    """1e-10 is 0 in half precision, and log runs in fp32."""
+    p = h.half().mul(0.0).sub(60.0).sigmoid()
+    return h + 1e-3 * (p + 1e-10).log()
+
+
+def big_in_fp32(h: Tensor) -> Tensor:
+    return h + 1e-9 * (h.detach().half().clamp(1e3, 1e3) * 1000.0).sum(dtype=torch.float32)
+
+
+def test_an_entry_is_tried_on_the_tape() -> None:
+    found = found_in(train(Net(big_in_fp32)))
+    assert 'add fp32 = ["__mul__", "__rmul__"] to the list file (tried)' in str(found.suggestion)
+
+
+def test_an_entry_that_is_in_force_is_not_suggested() -> None:
+    found = found_in(train(Net(log_of_rounded)))
+    assert (found.kind, found.op) == ("half_precision_op", "log")
+    assert "log" not in found.fp32_names
+    assert '"log"' not in str(found.suggestion)
+    assert found.fp32_names
+    assert "(tried)" in str(found.suggestion)
+    handle = train(Net(log_of_rounded), lists={"fp32": list(found.fp32_names)})
+    assert handle.last_overflow is None
+
+
 def test_intended_infinities_are_not_blamed() -> None:
     assert train(Net(masked)).last_overflow is None
 
