@@ -268,21 +268,23 @@ def _is_finite_with(step: Evidence, names: tuple[str, ...]) -> bool:
     """
     casts: dict[int, Place] = {}
     chosen: set[Place] = set()
-    narrow: set[Place] = set()
-    for op in step.tape.ops:
+    wide: set[int] = set()
+    # Operators of a backward pass have the places of those of the forward pass.
+    for op in (op for op in step.tape.ops if op.phase != "backward"):
         feeding = {casts[ref.memory] for ref in iter_refs((op.args, op.kwargs)) if ref.memory in casts}
         is_half = any(ref.dtype in HALF_DTYPES for ref in iter_refs(op.outputs))
+        is_promoted = any(ref.memory in wide for ref in iter_refs((op.args, op.kwargs)))
         if op.place.is_cast:
             casts.update({ref.memory: op.place for ref in iter_refs(op.outputs)})
-            narrow |= {op.place} if is_half else set()
+            # A cast to fp32 of what is fp32 by the entry, whose gradient is then fp32 too.
+            chosen |= {op.place} if is_promoted and not is_half else set()
         elif not set(names).isdisjoint(op.place.names):
             chosen |= {op.place, *feeding}
-        elif is_half and (feeding or op.place.function in CASTS or _PRODUCTS.search(op.name)):
-            narrow.add(op.place)
-    run = step.follow(
-        lambda op: op.place in chosen, promotes=lambda op: op.place not in narrow, factor=1.0 / max(step.scale, 1.0)
-    )
-    return not _causes(step, run)
+            wide.update(ref.memory for ref in iter_refs(op.outputs))
+        elif is_promoted and not (is_half and (feeding or op.place.function in CASTS or _PRODUCTS.search(op.name))):
+            chosen.add(op.place)
+            wide.update(ref.memory for ref in iter_refs(op.outputs))
+    return not _causes(step, step.follow(lambda op: op.place in chosen, factor=1.0 / max(step.scale, 1.0)))
 
 
 def _given_finding(step: Evidence, run: Followed, origin: Origin) -> Overflow:

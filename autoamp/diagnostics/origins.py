@@ -82,7 +82,7 @@ class Followed:
 
     Args:
         tape: The tape.
-        in_fp32, promotes, factor: As for `Rerun`.
+        in_fp32, factor: As for `Rerun`.
         inputs: The memories of the inputs of models: what makes nan of an inf there is not blamed.
         limit: A size from which on tensors that were half on the tape are taken note of.
 
@@ -101,7 +101,6 @@ class Followed:
         tape: Tape,
         in_fp32: Callable[[Op], bool] = lambda op: False,
         *,
-        promotes: Callable[[Op], bool] = lambda op: False,
         factor: float = 1.0,
         inputs: frozenset[int] = frozenset(),
         limit: float = math.inf,
@@ -109,7 +108,7 @@ class Followed:
         self._model_inputs = inputs
         self.origins: list[Origin] = []
         self.too_large: list[Op] = []
-        self.rerun = Rerun(tape, in_fp32, promotes=promotes, factor=factor, before=self._before)
+        self.rerun = Rerun(tape, in_fp32, factor=factor, before=self._before)
         self._limit = limit
         self._loaded = {event.memory for event in tape.events if isinstance(event, Load)}
         self._flawed: dict[int, Origin] = {}

@@ -85,7 +85,6 @@ class Rerun:
     Args:
         tape: The tape.
         in_fp32: Whether to run an operator in fp32, such as `everything`; by default the tape runs as it was.
-        promotes: Whether an operator that is not chosen runs in fp32 if one before it computed an argument in fp32.
         factor: What the gradients with which backward passes begin are multiplied by.
         before: Called before each operator, with its arguments.
 
@@ -101,7 +100,6 @@ class Rerun:
         tape: Tape,
         in_fp32: Callable[[Op], bool] = lambda op: False,
         *,
-        promotes: Callable[[Op], bool] = lambda op: False,
         factor: float = 1.0,
         before: Callable[[Op, list[Any], dict[str, Any]], object] | None = None,
     ) -> None:
@@ -110,7 +108,6 @@ class Rerun:
         self._tape = tape
         self._in_fp32 = in_fp32
         self.left_half: list[Op] = []
-        self._promotes = promotes
         self._factor = factor
         self._before = before
         self._cells: dict[int, _Cell] = {}
@@ -125,7 +122,7 @@ class Rerun:
             if isinstance(event, Seed):
                 self._scale(event.ref)
                 continue
-            wide = self._in_fp32(event) or (self._promotes(event) and self._is_promoted(event))
+            wide = self._in_fp32(event)
             if event.is_recorded and not (wide and event.name == "aten::native_dropout"):
                 yield event, ([], {}), None
                 continue
@@ -153,11 +150,6 @@ class Rerun:
             raise CannotRerun("a tensor that the step has read was written to since")
         self._cells[load.memory] = _Cell(load.storage, load.dtype, load.dtype, is_borrowed=True)
         self._seeds.discard(load.memory)
-
-    def _is_promoted(self, op: Op) -> bool:
-        """Whether an argument that was half on the tape was computed in fp32."""
-        cells = (self._cells.get(ref.memory) for ref in iter_refs((op.args, op.kwargs)))
-        return any(cell is not None and cell.dtype is not cell.recorded for cell in cells)
 
     def _scale(self, ref: Ref) -> None:
         """Multiply the gradient with which a backward pass begins, once."""
