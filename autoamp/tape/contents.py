@@ -207,5 +207,5 @@ def writes_of(func: Any) -> frozenset[int | str]:
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes to."""
-    named = [*enumerate(args), *kwargs.items()]
-    return [value for name, value in named if name in writes_of(func)]
+    places = writes_of(func)
+    return [value for name, value in (*enumerate(args), *kwargs.items()) if name in places] if places else []

@@ -59,9 +59,14 @@ def _is_collective(func: Any) -> bool:
     return func.namespace in _COLLECTIVES
 
 
+@functools.cache
+def _may_be_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _is_random(func: Any, args: Any) -> bool:
     """Whether a call draws random numbers. Attention and recurrent layers draw none without dropout."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _may_be_random(func):
         return False
     for place, argument in enumerate(schema_of(func).arguments):
         value = args[place] if place < len(args) else argument.default_value
