@@ -282,7 +282,9 @@ class Mixed(World):
             scaled.backward()
 
     def write(self, action: Write) -> None:
-        params = [param for param in self.params(action.optimizer) if param.grad is not None]
+        # At O2 this lets masters have the gradients that another optimizer's block has left in half parameters.
+        every = autoamp.master_params(self.optimizers[action.optimizer])
+        params = [param for param in every if param.grad is not None]
         if params:
             WRITES[action.how](params)
 
@@ -385,6 +387,7 @@ PAIRS = st.tuples(*[st.sampled_from(list(OPTIMIZERS))] * 2)
 @example(makers=("SGD", "SGD"), early=(0,), actions=[_with_closure(0, 1, False), _with_closure(0, 2, True), Step(0)])
 @example(makers=("SGD", "SGD"), early=(), actions=[_with_closure(0, 0, True), Block(0, (0, 1), (0, 1)), Step(1)])
 @example(makers=("AdamW", "SGD"), early=(), actions=[Block(0, (0,), (0,)), Write(0, "nan by clipping"), Step(0)])
+@example(makers=("SGD", "SGD"), early=(), actions=[Block(0, (0,), (1,)), Write(0, "clip")])
 @example(
     makers=("SGD", "SGD"),
     early=(),
