@@ -66,7 +66,7 @@ def test_without_units_a_program_runs_in_fp32_unless_it_names_a_dtype_and_is_tol
     assert ended["named"].out == "torch.bfloat16\n"
     assert ended["own named"].out.split() == ["torch.bfloat16"] * 3
     for name in ("named", "own named"):
-        assert ended[name].err.count("times as long as in fp32") == 1
+        assert ended[name].err.count("slower than in fp32") == 1
         assert "enabled=False" in ended[name].err
     # The command has no line that a reader could change.
     assert ended["named"].err.startswith("<autoamp>:1: UserWarning: ")
