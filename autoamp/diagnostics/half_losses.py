@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -52,8 +54,8 @@ class _Steps:
 
     Attributes:
         count: How many began.
-        depth: How many calls of the running one there are: a class's own step may call that of its base.
-        closure: Whether the running one has a closure.
+        running: The frame that calls the running one. A class's own step may call that of its base.
+        closure: Whether the running one makes or changes the gradients by itself.
         sample: Of the step that runs, if that is sampled.
         earlier: The sample before it.
         sums: Those of the coming step, if that is to be sampled.
@@ -63,7 +65,7 @@ class _Steps:
     """
 
     count: int = 0
-    depth: int = 0
+    running: FrameType | None = None
     closure: bool = False
     sample: half_samples.UpdateSample | None = None
     earlier: half_samples.UpdateSample | None = None
@@ -123,23 +125,26 @@ class HalfLosses:
         steps = self._steps.get(optimizer)
         if steps is None:
             steps = self._steps[optimizer] = _Steps()
-        steps.depth += 1
-        if steps.depth > 1:
+        caller = sys._getframe(1)
+        if steps.running is not None and _is_within(steps.running, caller):
             return
+        # A step that raised has no end.
+        steps.running, steps.sample = caller, None
         steps.count += 1
         if steps.saved:
             self._tell(optimizer, steps, _state_losses)
         if _is_sampled(steps.count):
-            steps.closure = any(map(callable, (*args[1:], *kwargs.values())))
+            # A closure makes the gradients, and the program's own hooks may change them, after this.
+            has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+            steps.closure = has_closure or bool(optimizer._optimizer_step_pre_hooks)
             self.seen.update(map(id, half_samples.half_params(optimizer)))
             self._tell(optimizer, steps, _losses_before)
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         steps = self._steps.get(optimizer)
-        if steps is not None:
-            steps.depth -= 1
-        if steps is None or steps.depth:
+        if steps is None or steps.running is not sys._getframe(1):
             return
+        steps.running = None
         if steps.sample is not None:
             self._tell(optimizer, steps, self._lost_updates)
         if _is_sampled(steps.count + 1) and not steps.sums:
@@ -160,7 +165,7 @@ class HalfLosses:
     def _lost_updates(self, optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
         sample, earlier, steps.sample = steps.sample, steps.earlier, None
         # An optimizer may step at each so many calls alone, and the first samples are close together.
-        steps.earlier = sample if steps.count > 1 and type(optimizer) not in half_samples.ELEMENTWISE else None
+        steps.earlier = sample if steps.count > 1 and not half_samples.is_elementwise(optimizer) else None
         steady = {number for number, group in enumerate(optimizer.param_groups) if _is_steady(steps, number, group)}
         for found in () if sample is None else sample.compare(optimizer, earlier):
             if found.lost and found.group in steady:
@@ -187,6 +192,13 @@ def _found(look: Callable[..., Iterable[_T]], *args: Any) -> list[_T]:
     except Exception:
         log.debug("a step could not be looked at", exc_info=True)
     return found
+
+
+def _is_within(frame: FrameType, inner: FrameType | None) -> bool:
+    """Whether a frame runs, and has called, directly or not, another one."""
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is frame
 
 
 def _is_sampled(step: int) -> bool:
@@ -228,7 +240,7 @@ def _state_losses(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
     if rounded:
         params, names, *elements = zip(*rounded, strict=True)
         before, after = (torch.cat([one.cpu() for one in some]) for some in elements)
-        changes = ((after - before) / before).abs()[before != 0]
+        changes = ((after - before) / before).abs()[(before != 0) & before.isfinite()]
         gone = (changes == 1) | changes.isinf()
         yield _row(
             "optimizer state", optimizer, steps,

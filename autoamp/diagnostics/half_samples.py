@@ -24,8 +24,8 @@ from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
 __all__ = [
-    "ELEMENTWISE", "BufferValues", "GradientSum", "GroupUpdates", "SavedState", "UpdateSample", "fp32_state",
-    "half_params", "rounded_state", "stopped_buffers", "sums_of",
+    "BufferValues", "GradientSum", "GroupUpdates", "SavedState", "UpdateSample", "fp32_state", "half_params",
+    "is_elementwise", "rounded_state", "stopped_buffers", "sums_of",
 ]  # fmt: skip
 
 SavedState = Sequence[tuple[Tensor, str, Tensor]]
@@ -36,11 +36,19 @@ BufferValues = weakref.WeakKeyDictionary[Module, dict[str, list[tuple[int, float
 
 _FEW = 1024
 _VECTORS = 4
-ELEMENTWISE = {
+_ELEMENTWISE = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
-}  # fmt: skip
-"""torch's optimizers that step each element by itself, so that a few elements step as they do among all."""
+)  # fmt: skip
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer has the step of one of torch's that step each element by itself.
+
+    A few elements step then as they do among all.
+    """
+    step = inspect.unwrap(type(optimizer).step)
+    return any(isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE)
 
 
 def half_params(optimizer: Any) -> list[Tensor]:
@@ -125,7 +133,7 @@ class UpdateSample:
             one.grad = _few_of_grad(one.param) if one.grad is None else one.grad
         with_grad = [one for one in self._elements if one.grad is not None and bool(one.grad.any())]
         for number, some in itertools.groupby(with_grad, lambda one: one.group):
-            if type(optimizer) in ELEMENTWISE:
+            if is_elementwise(optimizer):
                 yield self._beside_fp32(optimizer, number, list(some))
             elif earlier is not None:
                 yield from self._beside_earlier(number, list(some), earlier)
@@ -220,6 +228,9 @@ class GradientSum:
 
     def _added(self, param: Tensor) -> None:
         """Called after the gradient was added."""
+        if len(param._backward_hooks or ()) > 1 or len(param._post_accumulate_grad_hooks or ()) > 1:
+            # A hook of the program may have changed it.
+            self._sum = None
         if self._sum is not None:
             with contextlib.suppress(Exception), undisturbed():
                 self._last = _few_of_grad(param)

@@ -114,7 +114,7 @@ class OverflowTrace(StepWatch):
         if not skipped or scale is None:
             # Another optimizer may step by the same calls, and be skipped.
             if not late and len(self._skips) == 1:
-                self.recorder.step.drop()
+                self.recorder.forget()
             return None
         is_fixed = next_scale is not None and next_scale >= scale
         if not self._is_recorded:

@@ -154,9 +154,14 @@ class StepRecorder:
         """Record no more of the step at hand."""
         if self.step.recording is not None:
             self.step.recording.stop(why)
-            self._places.stop()
             if self._inside.recording is self.step.recording:
                 self._inside.recording = None
+        self._places.stop()
+
+    def forget(self) -> None:
+        """Drop the tape of the step at hand, which was found right. The step may still run, as one with a closure."""
+        self.stop()
+        self.step.drop()
 
     def drop(self) -> None:
         """Drop what was recorded."""

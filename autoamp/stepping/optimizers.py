@@ -13,13 +13,8 @@ from torch import Tensor
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, kind_of
 from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
-from autoamp.stepping.attach import (
-    ScalesItself,
-    guard_before,
-    living_optimizers,
-    stepped_params,
-)
-from autoamp.stepping.block import open_blocks, scaled_loss_block
+from autoamp.stepping.attach import ScalesItself, guard_before, living_modules, living_optimizers, stepped_params
+from autoamp.stepping.block import scaled_loss_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.guards import Guards, steps_any_of
 from autoamp.stepping.loss_scalers import listed
@@ -88,6 +83,8 @@ class GuardedOptimizers(Guards):
         self._left_scaled = LeftScaled()
         # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
         self._living: weakref.WeakSet[Any] | None = None
+        # The parameters that none of them had by then: one that is made later may step them.
+        self._in_no_optimizer: list[weakref.ref[Tensor]] = []
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -208,7 +205,7 @@ class GuardedOptimizers(Guards):
         return BackwardWatch(loss, scaled, scale, guards, self._params_of_others, self._left_scaled)
 
     def _params_of_others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
-        """Return the leaves of all other optimizers whose gradients have another scale.
+        """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
 
         Args:
             guards: Those of a block. What their optimizers step as well is left out.
@@ -216,8 +213,9 @@ class GuardedOptimizers(Guards):
         """
         if self._living is None:
             self._living = weakref.WeakSet(living_optimizers())
+            self._in_no_optimizer = [weakref.ref(param) for param in self._params_of_no_optimizer(self._living)]
         theirs: dict[Any, None] = dict.fromkeys(self.guards)
-        others = []
+        others = [[param for reference in self._in_no_optimizer if (param := reference()) is not None]]
         for optimizer in self._living:
             if (guard := guard_before(optimizer)) is None:
                 others.append(stepped_params(optimizer))
@@ -229,10 +227,19 @@ class GuardedOptimizers(Guards):
             for guard in theirs
             if guard not in guards and not is_same_scale(guard.grads.scale, scale)
         ]
-        if not others:
+        if not any(others):
             return []
         own = {id(param) for guard in guards for param in guard.grads.leaves()}
         return list({id(param): param for params in others for param in params if id(param) not in own}.values())
+
+    def _params_of_no_optimizer(self, optimizers: Iterable[Any]) -> list[Tensor]:
+        held = {id(param) for guard in self.guards for param in guard.grads.leaves()}
+        for optimizer in optimizers:
+            guard = guard_before(optimizer)
+            held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
+        # A module that is half built has no parameters.
+        params = (param for module in living_modules() for param in vars(module).get("_parameters", {}).values())
+        return [one for one in params if one is not None and one.requires_grad and one.is_leaf and id(one) not in held]
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
@@ -336,9 +343,12 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
 
 
 def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
-    """Return the parameters whose gradients are scaled now, by the name of their optimizer: those in a block."""
+    """Return the parameters whose gradients are scaled now, by the name of their optimizer.
+
+    Those are in a block, or come of blocks with ``delay_unscale=True``.
+    """
     found: dict[str, list[Tensor]] = {}
-    for guard in optimizers.guards if open_blocks.count else ():
-        if guard.in_block and not is_same_scale(guard.grads.scale, 1.0):
+    for guard in optimizers.guards:
+        if (guard.in_block or guard.grads.delayed is not None) and not is_same_scale(guard.grads.scale, 1.0):
             found[guard.name] = [*found.get(guard.name, ()), *guard.grads.leaves()]
     return found

@@ -58,8 +58,9 @@ class ClippingWatch:
         if name is not None:
             self._said = True
             warn_user(
-                f"{function} was called inside the scale_loss block of {name}, where gradients are multiplied by the "
-                "loss scale: it clips nearly everything. Call it after the with block, before optimizer.step()"
+                f"{function} was called inside the scale_loss block of {name}, or after one with delay_unscale=True, "
+                "where gradients are multiplied by the loss scale: it clips nearly everything. Call it after the with "
+                "block of the last loss, which has no delay_unscale, before optimizer.step()"
             )
 
 

@@ -40,7 +40,7 @@ def test_with_trace_overflow_a_skip_is_explained_by_op_module_line_and_entry() -
     assert (found.kind, found.op, found.module) == ("half_precision_op", "mul", "1")
     assert str(found.location).startswith("tests/behaviour/test_diagnostics.py:")
     assert found.suggestion == (
-        'add fp32 = ["__mul__", "__rmul__"] to the list file; an entry \'mul\' does not cover the operator'
+        'add fp32 = ["__mul__", "__rmul__"] to the list file (tried); an entry \'mul\' does not cover the operator'
     )
 
 

@@ -251,6 +251,53 @@ def test_clean_programs_are_left_alone(name: str, half: torch.dtype, record: Any
     assert record() == []
 
 
+def test_steps_after_one_that_raised_are_looked_at(half: torch.dtype, record: Any) -> None:
+    model = Norm(half)
+    optimizer = SGD(model.parameters(), small(half))
+
+    def closure() -> float:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step(closure)
+    with pytest.warns(UserWarning, match="changed no bit"):
+        train(model, optimizer)
+    assert [row["kind"] for row in record()] == ["updates"]
+
+
+def test_a_class_without_a_step_of_its_own_is_torchs(half: torch.dtype, record: Any) -> None:
+    class Named(AdamW):
+        pass
+
+    model = Norm(half)
+    with pytest.warns(UserWarning, match="in fp32 of 0.0%"):
+        train(model, Named(model.parameters(), small(half) / 4, eps=1e-4))
+
+
+@pytest.mark.parametrize("hook", ["of the sum", "of the gradient", "of the step"])
+def test_gradients_that_hooks_of_the_program_change_are_not_lost(hook: str, half: torch.dtype, record: Any) -> None:
+    model = Norm(half)
+    optimizer = SGD(model.parameters(), 0.25)
+
+    def zero(*_: Any) -> None:
+        model.weight.grad.zero_()  # type: ignore[union-attr]
+
+    def shrink(param: Tensor) -> None:
+        param.grad.mul_(0.25)  # type: ignore[union-attr]
+
+    if hook == "of the step":
+        optimizer.register_step_pre_hook(zero)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 3, passes=2)
+        if hook == "of the sum":
+            model.scale.register_post_accumulate_grad_hook(shrink)
+        elif hook == "of the gradient":
+            model.scale.register_hook(lambda grad: grad * 0.25)
+        train(model, optimizer, passes=2)
+    assert record() == []
+
+
 def test_a_step_that_calls_that_of_its_base_is_one_step(half: torch.dtype, record: Any) -> None:
     class Derived(SGD):
         def step(self, closure: Any = None) -> None:

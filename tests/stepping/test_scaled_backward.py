@@ -53,6 +53,33 @@ def assert_same(before: list[Tensor], after: list[Tensor]) -> None:
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_left_in_parameters_of_no_optimizer_are_refused_to_a_later_one(
+    handle: autoamp.Handle, clears: bool
+) -> None:
+    body, head = Linear(4, 4), Linear(4, 4)
+    of_head = torch.optim.SGD(head.parameters(), lr=0.1)
+    with handle.scale_loss(loss_of(body, head), of_head) as scaled:
+        scaled.backward()
+    of_head.step()
+    of_head.zero_grad()
+    of_all = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    if clears:
+        of_all.zero_grad()
+    before = weights(body)
+    refusal = contextlib.nullcontext() if clears else pytest.raises(UsageError, match="add to gradients that are mult")
+    with refusal, handle.scale_loss(loss_of(body, head), of_all) as scaled:
+        scaled.backward()
+    if clears:
+        of_all.step()
+        assert not torch.equal(before[0], body.weight)
+        assert float((before[0] - body.weight.detach()).abs().max()) < 1.0
+    else:
+        with pytest.raises(UsageError, match="use gradients that are multiplied"):
+            of_all.step()
+        assert_same(before, weights(body))
+
+
 @pytest.mark.parametrize("made", ["before init", "before the block", "before the block, guarded"])
 def test_a_forgotten_optimizer_is_refused(made: str) -> None:
     first, second = Linear(4, 4), Linear(4, 4)

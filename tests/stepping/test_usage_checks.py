@@ -92,6 +92,14 @@ def test_clipping_of_scaled_gradients_warns_once_at_the_line(name: str, opt_leve
     assert all(param.grad is not None and float(param.grad.abs().max()) <= 1 / 128 for param in model.parameters())
 
 
+def test_clipping_of_gradients_whose_unscaling_is_delayed_warns() -> None:
+    model, optimizer, handle = begun(loss_scale=128.0)
+    with handle.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    with pytest.warns(UserWarning, match="after one with delay_unscale=True"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_clipping_of_true_gradients_does_not_warn() -> None:
     model, optimizer, handle = begun(loss_scale=128.0)
     other = torch.nn.Linear(4, 4)
