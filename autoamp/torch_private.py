@@ -59,6 +59,7 @@ __all__ = [
     "flatten_recurrent_weights",
     "forget_compiled_code",
     "function_of_node",
+    "has_step_pre_hooks",
     "in_dual_level",
     "in_function_mode",
     "insert_modes",
@@ -529,6 +530,11 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
 
 
 # -- parameters of several ranks --
+
+
+def has_step_pre_hooks(optimizer: Any) -> bool:
+    """Whether hooks run before the steps of an optimizer, those of all optimizers apart."""
+    return bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
 
 
 def is_parallelized(module: Any) -> bool:

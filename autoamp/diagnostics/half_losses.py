@@ -25,7 +25,7 @@ from autoamp.errors import warn_user
 from autoamp.patching import PatchSet, imitate
 from autoamp.stepping import named_params
 from autoamp.tensors import dtype_name
-from autoamp.torch_private import undisturbed
+from autoamp.torch_private import has_step_pre_hooks, undisturbed
 
 __all__ = ["HalfLosses"]
 
@@ -136,7 +136,7 @@ class HalfLosses:
         if _is_sampled(steps.count):
             # A closure makes the gradients, and the program's own hooks may change them, after this.
             has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-            steps.closure = has_closure or bool(optimizer._optimizer_step_pre_hooks)
+            steps.closure = has_closure or has_step_pre_hooks(optimizer)
             self.seen.update(map(id, half_samples.half_params(optimizer)))
             self._tell(optimizer, steps, _losses_before)
 
