@@ -178,7 +178,7 @@ def pristine_torch() -> Iterator[None]:
     activated[:], suspended[:] = listeners
     assert left == listeners, "a listener is left, and hears of the next test's handles"
     hooks = torch.nn.modules.module
-    assert not (hooks._global_forward_pre_hooks or hooks._global_forward_hooks), "a hook on all modules is left"
+    assert not {**hooks._global_forward_pre_hooks, **hooks._global_forward_hooks}, "a hook on all modules is left"
     assert_pristine()
     assert open_blocks.count == 0
     assert not torch.is_inference_mode_enabled()
