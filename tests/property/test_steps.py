@@ -140,6 +140,9 @@ class World:
         # For each optimizer: what blocks found since its last step; whether any block checked; gradients left scaled.
         self.found: list[list[bool]] = [[], []]
         self.was_checked, self.left_scaled = [False, False], [False, False]
+        # At O2: gradients that the program replaced at masters, and then zeroed in place at half parameters. As in Apex
+        # the masters keep theirs, until a backward pass.
+        self.replaced, self.keeps_replaced = [False, False], [False, False]
 
     def params(self, number: int) -> list[Any]:
         return [param for group in self.optimizers[number].param_groups for param in group["params"]]
@@ -160,6 +163,8 @@ class World:
             raise Refused
         if any(self.left_scaled[number] for number in named if number in action.models):
             raise Refused
+        for number in action.models:
+            self.replaced[number] = self.keeps_replaced[number] = False
         before = [[None if p.grad is None else p.grad.clone() for p in self.params(number)] for number in every]
         for number in named:
             if self.found[number] and all(grad is None for grad in before[number]):
@@ -187,11 +192,18 @@ class World:
         if params:
             if self.left_scaled[action.optimizer]:
                 raise Refused if "clip" in action.how else Unclear
+            if self.keeps_replaced[action.optimizer]:
+                raise Unclear
+            self.replaced[action.optimizer] |= action.how.startswith("replace") and self.way == "O2"
             WRITES[action.how](params)
 
     def clear(self, action: Clear) -> None:
         CLEARS[action.how](self.optimizers[action.optimizer], self.models[action.optimizer])
         self.left_scaled[action.optimizer] = False
+        self.keeps_replaced[action.optimizer] = self.replaced[action.optimizer] and action.how in (
+            "model, zeros",
+            "foreach",
+        )
 
     def schedule(self, action: Schedule) -> None:
         self.schedulers[action.optimizer] = torch.optim.lr_scheduler.StepLR(self.optimizers[action.optimizer], 2)
@@ -205,6 +217,8 @@ class World:
         number = action.optimizer
         if self.left_scaled[number] and action.closure is None:
             raise Refused
+        if self.keeps_replaced[number]:
+            raise Unclear
         if action.closure is not None and all(param.grad is None for param in self.params(number)):
             # The gradients of earlier blocks were dropped.
             self.found[number].clear()
