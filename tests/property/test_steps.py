@@ -140,8 +140,8 @@ class World:
         # For each optimizer: what blocks found since its last step; whether any block checked; gradients left scaled.
         self.found: list[list[bool]] = [[], []]
         self.was_checked, self.left_scaled = [False, False], [False, False]
-        # At O2: gradients that the program replaced at masters, and then zeroed in place at half parameters. As in Apex
-        # the masters keep theirs, until a backward pass.
+        # At O2: gradients that the program replaced at masters, and then cleared at half parameters. As in Apex the
+        # masters keep theirs, until a backward pass.
         self.replaced, self.keeps_replaced = [False, False], [False, False]
 
     def params(self, number: int) -> list[Any]:
@@ -200,10 +200,7 @@ class World:
     def clear(self, action: Clear) -> None:
         CLEARS[action.how](self.optimizers[action.optimizer], self.models[action.optimizer])
         self.left_scaled[action.optimizer] = False
-        self.keeps_replaced[action.optimizer] = self.replaced[action.optimizer] and action.how in (
-            "model, zeros",
-            "foreach",
-        )
+        self.keeps_replaced[action.optimizer] = self.replaced[action.optimizer] and "optimizer" not in action.how
 
     def schedule(self, action: Schedule) -> None:
         self.schedulers[action.optimizer] = torch.optim.lr_scheduler.StepLR(self.optimizers[action.optimizer], 2)
