@@ -114,7 +114,7 @@ class Followed:
         self._flawed: dict[int, Origin] = {}
         # What was computed of inf or nan, though it may be finite.
         self._tainted: set[int] = set()
-        self._at_gradients: list[Origin] = []
+        self.at_gradients: list[Origin] = []
         # Gradients with inf or nan that no operator of a backward pass has read so far.
         self._unread: dict[int, Origin] = {}
         self._number = 0
@@ -123,8 +123,8 @@ class Followed:
         with undisturbed():
             for op, given, results in self.rerun:
                 self._after(op, given, results)
-        self._at_gradients += self._unread.values()
-        self.at_gradients = sorted(dict.fromkeys(self._at_gradients), key=lambda origin: origin.number)
+        came = dict.fromkeys([*self.at_gradients, *self._unread.values()])
+        self.at_gradients = sorted(came, key=lambda origin: origin.number)
 
     def origin_of(self, ref: Ref | None) -> Origin | None:
         """Return where the inf or nan in a memory came from at the end of the run; None if it holds none."""
@@ -139,7 +139,6 @@ class Followed:
         inputs = list(_read_by(op, args, kwargs))
         found = [(tensor, self._origin(ref, tensor)) for ref, tensor in inputs]
         self._given = [origin for _, origin in found if origin is not None]
-        self._nan_came = any(origin.value == "nan" for origin in self._given)
         self._inputs = inputs
         self._sizes = _largest([tensor for tensor, origin in found if origin is None])
         backward = op.phase == "backward"
@@ -149,7 +148,7 @@ class Followed:
         ):
             self.too_large.append(op)
         if op.name == _CHECK:
-            self._at_gradients += self._given
+            self.at_gradients += self._given
         if backward or op.name == _CHECK:
             for ref, _ in inputs:
                 self._unread.pop(ref.memory, None)
@@ -189,6 +188,7 @@ class Followed:
             op.name == "aten::copy_" and any(one.op is None and one.ref.size == () for one in origins)
         )
         origins = [] if is_writer and op.name == "aten::copy_" else origins
+        nan_came = any(origin.value == "nan" for origin in self._given)
         for ref, tensor in outputs:
             if tainted:
                 self._tainted.add(ref.memory)
@@ -197,7 +197,7 @@ class Followed:
                 if ref.memory not in read:
                     self._flawed.pop(ref.memory, None)
                 continue
-            if origins and (not origins[0].intended or value != "nan" or self._nan_came):
+            if origins and (not origins[0].intended or value != "nan" or nan_came):
                 origin = origins[0]
             elif data := [one for one in origins if one.op is None and one.ref.memory in self._model_inputs]:
                 # The operator made nan of an inf in the data.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -213,9 +214,12 @@ class GuardedOptimizers(Guards):
         """
         if self._living is None:
             self._living = weakref.WeakSet(living_optimizers())
-            self._in_no_optimizer = [weakref.ref(param) for param in self._params_of_no_optimizer(self._living)]
+            # A module that is half built has no parameters.
+            found = (vars(module).get("_parameters", {}).values() for module in living_modules())
+            params = self._params_of_no_optimizer(itertools.chain.from_iterable(found))
+            self._in_no_optimizer = [weakref.ref(param) for param in params]
         theirs: dict[Any, None] = dict.fromkeys(self.guards)
-        others = [[param for reference in self._in_no_optimizer if (param := reference()) is not None]]
+        others = [self._params_of_no_optimizer(reference() for reference in self._in_no_optimizer)]
         for optimizer in self._living:
             if (guard := guard_before(optimizer)) is None:
                 others.append(stepped_params(optimizer))
@@ -232,14 +236,16 @@ class GuardedOptimizers(Guards):
         own = {id(param) for guard in guards for param in guard.grads.leaves()}
         return list({id(param): param for params in others for param in params if id(param) not in own}.values())
 
-    def _params_of_no_optimizer(self, optimizers: Iterable[Any]) -> list[Tensor]:
-        held = {id(param) for guard in self.guards for param in guard.grads.leaves()}
-        for optimizer in optimizers:
-            guard = guard_before(optimizer)
-            held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
-        # A module that is half built has no parameters.
-        params = (param for module in living_modules() for param in vars(module).get("_parameters", {}).values())
-        return [one for one in params if one is not None and one.requires_grad and one.is_leaf and id(one) not in held]
+    def _params_of_no_optimizer(self, params: Iterable[Tensor | None]) -> list[Tensor]:
+        """Return those of these that a backward pass gives gradients, and that no optimizer steps now."""
+        found = [one for one in params if one is not None and one.requires_grad and one.is_leaf]
+        if found:
+            held = {id(param) for guard in self.guards for param in guard.grads.leaves()}
+            for optimizer in self._living or ():
+                guard = guard_before(optimizer)
+                held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
+            found = [one for one in found if id(one) not in held]
+        return found
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""

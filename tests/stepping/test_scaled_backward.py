@@ -80,6 +80,32 @@ def test_gradients_left_in_parameters_of_no_optimizer_are_refused_to_a_later_one
         assert_same(before, weights(body))
 
 
+@pytest.mark.parametrize("joins", ["an optimizer", "a group"])
+def test_parameters_that_an_optimizer_got_later_are_its_own(handle: autoamp.Handle, joins: str) -> None:
+    body, head = Linear(4, 4), Linear(4, 4)
+    of_head = torch.optim.SGD(head.parameters(), lr=0.1)
+    with handle.scale_loss(loss_of(body, head), of_head) as scaled:
+        scaled.backward()
+    of_head.step()
+    for module in (body, head):
+        module.zero_grad()
+    if joins == "an optimizer":
+        of_body = torch.optim.SGD(body.parameters(), lr=0.1)
+    else:
+        of_body = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        of_body.add_param_group({"params": list(body.parameters())})
+    # The first loss reaches the body too, which the second block unscales.
+    for _ in range(2):
+        first, second = loss_of(body, head), loss_of(body)
+        with handle.scale_loss(first, of_head) as one, handle.scale_loss(second, of_body) as two:
+            one.backward()
+            two.backward()
+        for optimizer in (of_body, of_head):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(float(weight.abs().max()) < 2.0 for weight in weights(body, head))
+
+
 @pytest.mark.parametrize("made", ["before init", "before the block", "before the block, guarded"])
 def test_a_forgotten_optimizer_is_refused(made: str) -> None:
     first, second = Linear(4, 4), Linear(4, 4)
