@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.diagnostics import half_samples
+from autoamp.diagnostics.tables import first_of
 from autoamp.errors import warn_user
 from autoamp.patching import PatchSet, imitate
 from autoamp.stepping import named_params
@@ -274,4 +275,4 @@ def _names(optimizer: Any, params: Sequence[Tensor]) -> str:
     """Return the names of the first of some parameters, and how many others there are."""
     wanted = {id(param) for param in params}
     names = [name for name, param in named_params(optimizer) if id(param) in wanted]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_of(names, 3)

@@ -1,4 +1,4 @@
-"""Rows as a table that people read."""
+"""Rows as a table that people read, and names and numbers in its sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import shutil
 from collections.abc import Sequence
 
-__all__ = ["as_table", "counted"]
+__all__ = ["as_table", "counted", "first_of"]
 
 # In columns. Texts are folded where the terminal is narrower than the table.
 _WIDTH = 140
@@ -39,6 +39,11 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
     text = io.StringIO()
     Console(file=text, width=max(_WIDTH, shutil.get_terminal_size().columns)).print(table)
     return text.getvalue()
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return so many names, and how many others there are: ``"a, b and 3 more"``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def counted(number: int, what: str) -> str:

@@ -12,7 +12,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,6 +32,8 @@ __all__ = [
     "stepped_params",
     "takes_flag",
 ]
+
+T = TypeVar("T")
 
 
 def is_optimizer(value: Any) -> bool:
@@ -181,14 +183,18 @@ def has_other_guard(optimizer: Any) -> bool:
 
 def living_optimizers() -> list[torch.optim.Optimizer]:
     """Return the optimizers of torch's class that live and have groups, as far as the garbage collector tells."""
-    # Not isinstance, which asks the object itself: a proxy may answer with another class.
-    living = [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]
+    living = _living(torch.optim.Optimizer)
     return [found for found in living if "param_groups" in vars(found) and not isinstance(found, ScalesItself)]
 
 
 def living_modules() -> list[torch.nn.Module]:
     """Return the modules that live, as far as the garbage collector tells."""
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    return _living(torch.nn.Module)
+
+
+def _living(kind: type[T]) -> list[T]:
+    # Not isinstance, which asks the object itself: a proxy may answer with another class.
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 def _same(value: Any) -> Any:

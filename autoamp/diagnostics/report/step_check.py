@@ -14,6 +14,7 @@ from typing import Any
 from autoamp.diagnostics.findings import Evidence, half_precision_finding
 from autoamp.diagnostics.origins import Followed, Origin
 from autoamp.diagnostics.ranges import relative_error
+from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.tape import everything
 from autoamp.tensors import HALF_DTYPES
@@ -89,8 +90,8 @@ class StepCheck:
             if not names:
                 return None
             overflow = half_precision_finding(evidence, origin, wide)
-        first = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        sentence = f"{overflow.cause}; the step was taken, and the gradients of {first} are not those of fp32"
+        wrong = first_of(names, 4)
+        sentence = f"{overflow.cause}; the step was taken, and the gradients of {wrong} are not those of fp32"
         return Fault(sentence, replace(overflow, iteration=step, parameter=names[0]))
 
 
