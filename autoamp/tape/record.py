@@ -12,14 +12,14 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoamp.errors import UsageError
-from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, writes_of, written
 from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
 from autoamp.torch_private import (
     OperatorMode,
@@ -49,25 +49,41 @@ Look = Callable[[Op, Any], object]
 
 # Operators of these namespaces talk to other ranks.
 _COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
+_Read = list[tuple[Tensor, int]]
+"""The tensors that an operator was given, and their memories."""
+
 _CONSTANTS = PLAIN_TYPES | {torch.layout, torch.memory_format}
 # With one of these values such an argument keeps an operator that may draw random numbers from doing so.
 _NOT_RANDOM = {"dropout_p": 0.0, "dropout": 0.0, "training": False, "train": False}
 
 
-@functools.cache
-def _is_collective(func: Any) -> bool:
-    return func.namespace in _COLLECTIVES
+class _Traits(NamedTuple):
+    """What is known of an operator before it is called."""
+
+    name: str
+    is_collective: bool
+    may_be_random: bool
+    # It computes nothing, or a later `Ref` tells what it does.
+    is_left_out: bool
+    writes: bool
 
 
 @functools.cache
-def _may_be_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _traits_of(func: Any) -> _Traits:
+    if not isinstance(func, OpOverload):
+        raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
+    return _Traits(
+        str(schema_of(func).name),
+        func.namespace in _COLLECTIVES,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        # After `set_` a tensor shows another memory.
+        func.namespace == "profiler" or func.overloadpacket is torch.ops.aten.set_,
+        bool(writes_of(func)),
+    )
 
 
-def _is_random(func: Any, args: Any) -> bool:
-    """Whether a call draws random numbers. Attention and recurrent layers draw none without dropout."""
-    if not _may_be_random(func):
-        return False
+def _draws(func: Any, args: Any) -> bool:
+    """Whether a call of what may be random draws numbers. Attention and recurrent layers draw none without dropout."""
     for place, argument in enumerate(schema_of(func).arguments):
         value = args[place] if place < len(args) else argument.default_value
         if argument.name in _NOT_RANDOM and value == _NOT_RANDOM[argument.name]:
@@ -81,6 +97,10 @@ class _NotOnTape(Exception):
 
 class _Full(_NotOnTape):
     """The tape holds as much as it may."""
+
+
+class _NoValues(Exception):
+    """A tensor is on the meta device, where nothing is computed."""
 
 
 class _Memories:
@@ -106,6 +126,8 @@ class _Memories:
         """Return the `Ref` of an argument. A value that no operator made is loaded."""
         if tensor.is_conj() or tensor.is_neg():
             raise _NotOnTape("a tensor is conjugated or negated lazily")
+        if tensor.is_meta:
+            raise _NoValues
         number, is_new = self._number(tensor)
         if is_new or number in self._unknown or (version_of(tensor) or 0) > self._versions[number]:
             self._load(number, tensor)
@@ -201,7 +223,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         result = func(*args, **kwargs)
         if before is not None and not self._is_full:
             with self._guarded():
-                self._end(before, args, kwargs, result)
+                self._end(*before, args, kwargs, result)
         return result
 
     def stop(self, why: str | None) -> None:
@@ -238,6 +260,8 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         try:
             with self._lock:
                 yield
+        except _NoValues:
+            pass
         except _NotOnTape as error:
             reason, self._is_full = str(error), isinstance(error, _Full)
         except NotImplementedError:
@@ -252,64 +276,75 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
             self._is_full = True
             self._tape.events.clear()
 
-    def _begin(self, func: Any, args: Any, kwargs: Any) -> Op | None:
-        if not isinstance(func, OpOverload):
-            raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
-        # The first makes a tensor show another memory, as the next `Ref` of it tells.
-        is_set = func.overloadpacket is torch.ops.aten.set_
-        if is_set or func.namespace == "profiler" or any(tensor.is_meta for tensor in iter_tensors((args, kwargs))):
+    def _begin(self, func: Any, args: Any, kwargs: Any) -> tuple[Op, _Read] | None:
+        """Return the operator that is about to run, and the tensors that it was given."""
+        traits = _traits_of(func)
+        if traits.is_left_out:
             return None
-        is_recorded = _is_collective(func) or _is_random(func, args)
-        refs = self._refs(args, is_recorded), {name: self._refs(value, is_recorded) for name, value in kwargs.items()}
-        for ref in iter_refs(refs if _is_collective(func) else written(func, *refs)):
-            self._memories.keep(ref.memory)
-        place, phase = self._place(str(schema_of(func).name), args)
+        read: _Read = []
+        is_recorded = traits.is_collective or (traits.may_be_random and _draws(func, args))
+        refs = self._refs(args, is_recorded, read), self._refs(kwargs, is_recorded, read) if kwargs else kwargs
+        if traits.writes or traits.is_collective:
+            for ref in iter_refs(refs if traits.is_collective else written(func, *refs)):
+                self._memories.keep(ref.memory)
+        place, phase = self._place(traits.name, read)
         is_seed = self._begins_backward and func.overloadpacket is torch.ops.aten.ones_like and phase == "forward"
-        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed)
+        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed), read
 
-    def _refs(self, value: Any, is_recorded: bool) -> Any:
-        """Return an argument with `Ref` in the place of tensors. An operator that is recorded needs no others."""
+    def _refs(self, value: Any, is_recorded: bool, read: _Read) -> Any:
+        """Return an argument with `Ref` in the place of tensors, and append these to ``read``.
+
+        An operator that is recorded needs no other arguments.
+        """
         if isinstance(value, Tensor):
-            return self._memories.read(value)
+            ref = self._memories.read(value)
+            read.append((value, ref.memory))
+            return ref
         if type(value) in _CONSTANTS:
             return value
         if isinstance(value, (list, tuple)):
-            return [self._refs(item, is_recorded) for item in value]
+            return [self._refs(item, is_recorded, read) for item in value]
+        if type(value) is dict:
+            return {name: self._refs(item, is_recorded, read) for name, item in value.items()}
         if is_recorded:
             return None
         raise _NotOnTape(f"an argument is a {type(value).__name__}")
 
-    def _end(self, op: Op, args: Any, kwargs: Any, result: Any) -> None:
-        if any(tensor.is_meta for tensor in iter_tensors(result)):
-            return
-        read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
-        writes = list(iter_tensors((args, kwargs) if _is_collective(op.func) else written(op.func, args, kwargs)))
-        for tensor in writes:
-            self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
+    def _end(self, op: Op, read: _Read, args: Any, kwargs: Any, result: Any) -> None:
+        traits, computes = _traits_of(op.func), False
+        if traits.writes or traits.is_collective:
+            changed = [tensor for tensor, _ in read] if traits.is_collective else written(op.func, args, kwargs)
+            for tensor in iter_tensors(changed):
+                self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
+                computes = True
         op.outputs = self._results(result, op.is_recorded)
-        outputs = [ref.memory for ref in iter_refs(op.outputs)]
-        if writes or any(number not in read for number in outputs):
-            if op.name == "aten::native_dropout":
+        if not computes:
+            seen = {memory for _, memory in read}
+            computes = any(ref.memory not in seen for ref in iter_refs(op.outputs))
+        if computes:
+            if traits.name == "aten::native_dropout":
                 # In fp32 it runs again by its mask, which has to be known by then.
-                self._refs(result, is_recorded=True)
+                self._refs(result, True, [])
             self._tape.events.append(op)
             if self._look is not None:
                 self._look(op, result)
 
     def _results(self, result: Any, is_recorded: bool) -> Any:
         if isinstance(result, Tensor):
+            if result.is_meta:
+                raise _NoValues
             return self._memories.made(result, is_recorded=is_recorded)
         if isinstance(result, (list, tuple)):
             return [self._results(item, is_recorded) for item in result]
         return None
 
-    def _place(self, name: str, args: Any) -> tuple[Place, str]:
+    def _place(self, name: str, read: _Read) -> tuple[Place, str]:
         """Return where an operator is called, and the phase of the step."""
         in_backward, grad = current_graph_task() != -1, torch.is_grad_enabled()
         if in_backward and not grad:
             return self._place_of_node(current_node()), "backward"
         place = self._where()
-        if threading.get_ident() == self._thread and any(one.requires_grad for one in iter_tensors(args)):
+        if threading.get_ident() == self._thread and any(tensor.requires_grad for tensor, _ in read):
             # The node was made just before.
             self._nodes.setdefault(number_of_nodes() - 1, (name, place))
         return place, "recomputation" if in_backward else "forward"
