@@ -47,6 +47,7 @@ class Report:
         half_losses: What was lost in half precision without an inf, a row for each.
         lost_params, half_params: How many parameters lost updates, of how many half ones that optimizers step.
         peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
+        repeated: A sentence for each overflow that was logged once, and came in more steps.
         rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
     """
 
@@ -79,6 +80,7 @@ class Report:
     half_losses: list[dict[str, Any]] = field(default_factory=list)
     lost_params: int = 0
     half_params: int = 0
+    repeated: list[str] = field(default_factory=list)
     memory: str | None = None
     peak_rss: int | None = None
     versions: dict[str, str] = field(default_factory=versions)
@@ -103,6 +105,7 @@ class Report:
             **{name: getattr(self, name) for name in ("program", "seconds", "exit_code", "rank", "ranks")},
             **{name: sum(getattr(one, name) for one in everyone) for name in _SUMMED},
             half_losses=[loss for one in everyone for loss in one.half_losses],
+            repeated=[sentence for one in everyone for sentence in one.repeated],
             ops=_sum(one.ops for one in everyone),
             casts=_sum(one.casts for one in everyone),
             functions=_sums(one.functions for one in everyone),
@@ -130,6 +133,7 @@ class Report:
         lines = [
             "; ".join([*parts, f"{self.seconds:.1f} s"]),
             *(f"no effect: {why}" for why in unmatched),
+            *self.repeated,
             *self._losses(),
         ]
         return "\n".join(f"autoamp: {line}" for line in lines)

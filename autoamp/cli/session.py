@@ -241,6 +241,7 @@ class Run:
             half_losses=list(self._half_losses.rows.values()),
             lost_params=len(self._half_losses.lost),
             half_params=len(self._half_losses.seen),
+            repeated=now.overflows.repeated,
             memory=self._memory,
             peak_rss=peak_rss(),
         )

@@ -120,13 +120,13 @@ class NonFiniteSteps:
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (acts and several_processes())
         flagged = getattr(optimizer, "found_inf", None) is not None
-        if self.own_scaler.stepping and not flagged:
-            # The program's own scaler has found the gradients to be finite.
-            losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses]
-            if self._check(optimizer, guard, (), losses, waits=acts):
-                return True
-        if self.own_scaler.stepping or flagged or (guard is not None and guard.checks.resolved):
+        if flagged:
             return False
+        if self.own_scaler.stepping or (guard is not None and guard.checks.resolved):
+            # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
+            asked = acts or self._overflows.always or self.own_scaler.stepping
+            losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]
+            return self._check(optimizer, guard, (), losses, waits=acts)
         params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
         waits = acts or self._overflows.wants_flags
         if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):

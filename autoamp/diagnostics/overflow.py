@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, SupportsFloat
@@ -27,6 +27,7 @@ from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
+from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
 from autoamp.scaling import scaled_loss
@@ -81,6 +82,15 @@ class OverflowTrace(StepWatch):
         return self.all[-1] if self.all else None
 
     @property
+    def repeated(self) -> list[str]:
+        """A sentence for each cause that was logged once, and made inf or nan in more steps."""
+        counts = Counter(one.place for one in self.all if not isinstance(one.verdict, ScaleSearch))
+        causes = {one.place: one.cause for one in reversed(self.all)}
+        return [
+            f"{causes[place]}: in {counted(count - 1, 'more step')}" for place, count in counts.items() if count > 1
+        ]
+
+    @property
     def wants_flags(self) -> bool:
         """Whether the flag of this step is to be read at once, because its ops are watched."""
         return self.recorder.step.is_watched
@@ -126,8 +136,12 @@ class OverflowTrace(StepWatch):
         found = self._explain(self.recorder.step, scale, late)
         if is_fixed and isinstance(found.verdict, ScaleSearch):
             found = _at_fixed_scale(found, found.verdict, scale)
-        # Without trace_overflow each cause is logged once.
-        is_known = not self.always and self.last is not None and self.last.place == found.place
+        if isinstance(found.verdict, NotLocated):
+            # Of a step that is known late the losses are gone.
+            is_failure = is_fixed or scale == 1.0 or (not late and self.recorder.step.loss_is_nonfinite)
+            found = replace(found, verdict=replace(found.verdict, at_any_scale=is_failure))
+        # Each cause is logged once.
+        is_known = any(one.place == found.place for one in self.all)
         found = replace(found, loss_scale=None if math.isnan(scale) else scale)
         level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
         found = self._noted(found, late, level)

@@ -21,6 +21,7 @@ from torch.nn import Module
 from autoamp.diagnostics.call_places import CallPlaces
 from autoamp.errors import UsageError
 from autoamp.patching import imitate
+from autoamp.scaling import local_of
 from autoamp.tape import Recording, Ref
 from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, undisturbed
@@ -100,6 +101,12 @@ class RecordedStep:
     scaled: int = 0
     is_watched: bool = False
     ended: bool = False
+
+    @property
+    def loss_is_nonfinite(self) -> bool:
+        """Whether a loss itself held inf or nan. Waits for the device."""
+        with undisturbed():
+            return any(not bool(local_of(loss).isfinite().all()) for loss in self.losses)
 
     def drop(self) -> None:
         """Drop the tape, and what it holds."""

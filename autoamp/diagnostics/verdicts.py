@@ -91,11 +91,14 @@ class NotLocated(OverflowVerdict):
     Attributes:
         why: What stands in the way.
         watched: How many of the next steps are watched, so that an overflow in them can be located.
+        at_any_scale: Whether no search for the loss scale explains it: the loss itself was inf or nan, or its scale
+            was 1 or fixed.
     """
 
     kind: ClassVar[str] = "not_located"
     why: str = ""
     watched: int = 0
+    at_any_scale: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,16 @@ class Overflow:
 
     @property
     def place(self) -> tuple[str | None, ...]:
-        """The kind, op, module, location and phase: the same in all overflows of one cause."""
-        return self.kind, self.op, self.module, self.location, self.phase
+        """The kind, op, module, location, phase, and why there is none: the same in all overflows of one cause."""
+        why = self.verdict.why if isinstance(self.verdict, NotLocated) else None
+        return self.kind, self.op, self.module, self.location, self.phase, why
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the step was wrong: the search for the loss scale does not explain the overflow."""
+        if isinstance(self.verdict, NotLocated):
+            return self.verdict.at_any_scale
+        return not isinstance(self.verdict, ScaleSearch)
 
     def _place(self) -> str:
         backward = "the backward pass of " if self.phase == "backward" else ""

@@ -91,9 +91,9 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
 
     Args:
         document: The result of `report_of`.
-        what: ``"overflow"``: skips that were located and that the search for the loss scale does not explain.
-            ``"skip"``: all skips. Both: overflows in steps that were not skipped, and inf or nan in the gradients of
-            steps that no loss scale guards.
+        what: ``"overflow"``: skips that the search for the loss scale does not explain, located or not. ``"skip"``: all
+            skips. Both: overflows in steps that were not skipped, and inf or nan in the loss or the gradients of steps
+            that no loss scale guards.
 
     Raises:
         UsageError: ``what`` is neither.
@@ -105,7 +105,7 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     if nonfinite["total"]:
         found.append(f"{counted(nonfinite['total'], 'step')} with inf or nan: {nonfinite['sentences'][0]}")
     for group in document["skips"]["groups"]:
-        if what == "skip" or group["kind"] in _FAULTS:
+        if what == "skip" or group.get("fails", group["kind"] in _FAULTS):
             remedy = f"; {group['remedy']}" if group["remedy"] else ""
             found.append(f"{group['count']} of kind {group['name']}: {group['sentence']}{remedy}")
     return found
@@ -127,9 +127,9 @@ def _skips(recording: Recording) -> dict[str, Any]:
         events.append({"step": step, "scale": scale, "kind": kind})
         cause = None if overflow is None or kind == "scale_search" else overflow.place
         group = groups.setdefault(
-            (kind, cause),
+            (kind, cause, fails := overflow is not None and overflow.is_failure),
             {
-                "kind": kind, "name": _NAMES[kind], "count": 0, "first": step,
+                "kind": kind, "name": _NAMES[kind], "count": 0, "first": step, "fails": fails,
                 "sentence": "the step was skipped; trace_overflow was off" if overflow is None
                 else str(replace(overflow, suggestion=None)),
                 "remedy": None if overflow is None else overflow.suggestion,
@@ -171,8 +171,9 @@ def _verdict(
     losses = list(recording.half_losses.rows.values())
     if losses:
         sentence += f"; {losses[0]['sentence']}"
+    is_bad = faults or losses or any(group["fails"] for group in skips["groups"])
     unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]
-    return {"sentence": sentence, "level": "bad" if faults or located or losses else "unclear" if unclear else "good"}
+    return {"sentence": sentence, "level": "bad" if is_bad else "unclear" if unclear else "good"}
 
 
 def _unchecked(handle: Any, compared: int) -> str | None:
