@@ -1,9 +1,10 @@
 """The loss scale and the rule for its next value.
 
 A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
-half precision. The rule runs on the host, as floats. Where an optimizer takes the flag of an overflow on its device
-(`LossScaler.update_later`), it runs there as well, in the same arithmetic, and the host follows when it reads the
-flags. To read the scale is to wait for the device then, and a training step does not read it.
+half precision. The rule is torch's own (`torch._amp_update_scale_`), applied to numbers on the host. Where an optimizer
+takes the flag of an overflow on its device (`LossScaler.update_later`), it is applied to numbers there first, and to
+those of the host when the flags are read. To read the scale is to wait for the device then, and a training step does
+not read it.
 
 - `StaticLossScaler`: one scale for the whole run.
 - `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
@@ -17,7 +18,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +36,13 @@ _LARGEST = 2.0**126
 # Where a scale may be lower than this, flags are copied to the host at once, which then knows better how low it is.
 _NEAR_ONE = 2.0**6
 
+
+# The scale and the growth tracker, on the host or on a device.
+_State: TypeAlias = tuple[Tensor, Tensor]
+
+# What `found_inf` is on the host where no gradient overflowed, and where one did.
+_CPU = torch.device("cpu")
+_FLAGS = torch.tensor(0.0, device=_CPU), torch.tensor(1.0, device=_CPU)
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "min_loss_scale", "max_loss_scale")
 
@@ -249,9 +257,11 @@ class DynamicLossScaler(LossScaler):
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
             )
         self.growth_interval = int(growth_interval)
-        # The scale and the growth tracker on a device, fp32 and int32 tensors without dimensions.
-        self._on_device: tuple[Tensor, Tensor] | None = None
-        super().__init__(self._within_limits(_fp32(init_scale)))
+        # The scale and the growth tracker, fp32 and int32 tensors without dimensions; None where they must be made of
+        # the numbers first.
+        self._on_host: _State | None = None
+        self._on_device: _State | None = None
+        super().__init__(self._within_limits(init_scale))
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
@@ -265,11 +275,9 @@ class DynamicLossScaler(LossScaler):
     def serves_device(self, device: torch.device) -> bool:
         """Tell whether flags on this device are left there. See `LossScaler.serves_device`.
 
-        Not where the scale may be below 1 by then, which takes gradients two passes, nor where the device would follow
-        another rule.
+        Not where the scale may be below 1 by then, which takes gradients two passes.
         """
-        is_rule_of_device = type(self).update is DynamicLossScaler.update and self._fits_fp32()
-        return self._lowest() >= 1.0 and is_rule_of_device and self.unread.serves(device)
+        return self._lowest() >= 1.0 and type(self).update is DynamicLossScaler.update and self.unread.serves(device)
 
     def _lowest(self) -> float:
         """Return what the scale is at least after one more update, if all that are not known yet were overflows."""
@@ -281,21 +289,28 @@ class DynamicLossScaler(LossScaler):
         device = found_inf.device
         if self._on_device is None or self._on_device[0].device != device:
             self.unread.catch_up()
-            # A checkpoint of a longer interval may have brought more: the kernel grows at the very end of this one.
-            unskipped = min(self._unskipped, self.growth_interval - 1)
-            self._on_device = (
-                torch.full((), self._loss_scale, dtype=torch.float32, device=device),
-                torch.full((), unskipped, dtype=torch.int32, device=device),
-            )
+            self._on_device = self._state_on(device)
         # A new tensor: open blocks and gradients go on with the old scale.
-        scale, growth_tracker = self._on_device
-        following = scale.clone()
-        settings = self.growth_factor, self.backoff_factor, self.growth_interval
-        update_scale_(following, growth_tracker, found_inf, *settings)
-        if self._may_leave_limits():
-            following.clamp_(self.min_loss_scale, self.max_loss_scale)
-        self._on_device = following, growth_tracker
+        scale, growth_tracker = self._on_device[0].clone(), self._on_device[1]
+        self._apply_rule(scale, growth_tracker, found_inf)
+        self._on_device = scale, growth_tracker
         super().update_later(found_inf, tell, urgent=urgent or self._lowest() < _NEAR_ONE)
+
+    @torch.inference_mode(False)
+    def _state_on(self, device: torch.device) -> _State:
+        # A checkpoint of a longer interval may have brought more: the rule grows at the very end of this one.
+        unskipped = min(self._unskipped, self.growth_interval - 1)
+        return (
+            torch.full((), self._loss_scale, dtype=torch.float32, device=device),
+            torch.full((), unskipped, dtype=torch.int32, device=device),
+        )
+
+    def _apply_rule(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
+        """Move the scale and the growth tracker on by one step, in place and on whatever device they lie."""
+        settings = self.growth_factor, self.backoff_factor, self.growth_interval
+        update_scale_(scale, growth_tracker, found_inf, *settings)
+        if self._may_leave_limits():
+            scale.clamp_(self.min_loss_scale, self.max_loss_scale)
 
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
@@ -306,35 +321,30 @@ class DynamicLossScaler(LossScaler):
         # Updates from before a setting is changed go by the old one.
         if name in _SETTINGS and "unread" in vars(self):
             self._leave_device()
+            self._on_host = None
         super().__setattr__(name, value)
 
+    @torch.no_grad()
     def _move(self, found_inf: bool) -> None:
+        state = self._on_host = self._on_host or self._state_on(_CPU)
         super()._move(found_inf)
-        scale = self._loss_scale
-        if found_inf:
-            scale = _fp32(scale * self.backoff_factor)
-        elif self._unskipped >= self.growth_interval:
-            # A checkpoint of a longer interval may have brought a count beyond this one's.
-            scale = _fp32(scale * self.growth_factor)
-            self._unskipped = 0
-        self._loss_scale = self._within_limits(scale)
+        self._apply_rule(*state, _FLAGS[found_inf])
+        self._loss_scale, self._unskipped = float(state[0]), int(state[1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
         self._leave_device()
         super().load_state_dict(state_dict)
-        self._loss_scale = self._within_limits(_fp32(self._loss_scale))
+        self._loss_scale = self._within_limits(self._loss_scale)
+        self._on_host = None
 
     def _within_limits(self, scale: float) -> float:
-        return min(max(scale, self.min_loss_scale), self.max_loss_scale)
-
-    def _fits_fp32(self) -> bool:
-        """Tell whether the rule comes to the same on a device, where limits are fp32 and nothing grows beyond."""
-        limits = self.min_loss_scale, self.max_loss_scale
-        return limits == tuple(map(_fp32, limits)) and math.isfinite(_fp32(limits[1] * self.growth_factor))
+        limited = min(max(scale, self.min_loss_scale), self.max_loss_scale)
+        # As the rule has it, in fp32.
+        return ctypes.c_float(limited).value
 
     def _may_leave_limits(self) -> bool:
-        """Tell whether the next update on the device may bring the scale to a limit."""
+        """Whether the next update, here or on the device, may bring the scale to a limit."""
         updates = len(self.unread) + 1
         growths = (self._unskipped + updates) // self.growth_interval
         # By logarithms, as a power may overflow. The tolerance is for their rounding: it costs a clamp at most.
@@ -343,7 +353,7 @@ class DynamicLossScaler(LossScaler):
         return highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_on_device": None}
+        return {**super().__getstate__(), "_on_host": None, "_on_device": None}
 
     def __repr__(self) -> str:
         return (
@@ -381,10 +391,6 @@ def make_scaler(
     if isinstance(loss_scale, str):
         raise LossScaleError(f"loss_scale={loss_scale!r} is a string; choose 'dynamic' or a number, such as 128.0")
     return StaticLossScaler(loss_scale)
-
-
-def _fp32(value: float) -> float:
-    return ctypes.c_float(value).value
 
 
 def _is_number(value: Any) -> bool:

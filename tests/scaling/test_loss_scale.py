@@ -268,9 +268,9 @@ class OfTheProgram(LossScaler):
     ("scaler", "serves"),
     [
         (DynamicLossScaler(), True), (StaticLossScaler(2.0), True), (Own(), False), (OfTheProgram(8.0), False),
-        # A limit that fp32 does not hold, and a product that it does not hold.
-        (DynamicLossScaler(min_loss_scale=0.1), False),
-        (DynamicLossScaler(max_loss_scale=2.0**126, growth_factor=10.0), False),
+        # A limit that fp32 rounds, and a product that it does not hold: the rule is the same there.
+        (DynamicLossScaler(min_loss_scale=0.1), True),
+        (DynamicLossScaler(max_loss_scale=2.0**126, growth_factor=10.0), True),
         # An overflow would bring it below 1.
         (DynamicLossScaler(1.0), False), (DynamicLossScaler(2.0), True),
     ],
