@@ -52,8 +52,8 @@ REMEDIES = {
     "apex.contrib.openfold_triton": "use torch.nn.LayerNorm and torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.optimizers": _SHARDED,
     "apex.contrib.peer_memory": "use torch.distributed",
-    "apex.contrib.sparsity": "use torch.sparse.to_sparse_semi_structured",
-    "apex.contrib.sparsity.sparse_masklib": "use m4n2_1d, or pass a function of your own as mask_calculator",
+    "apex.contrib.sparsity": "use torch.ao.pruning.WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, 4), "
+    "zeros_per_block=2), or torch.sparse.to_sparse_semi_structured; ASP of an installed apex works beside autoamp",
     "apex.contrib.transducer": "use torchaudio.transforms.RNNTLoss",
     "apex.contrib.xentropy": "use torch.nn.functional.cross_entropy(label_smoothing=...)",
     "apex.fp16_utils": "use apex.fp16_utils.FP16_Optimizer, or apex.amp.initialize(opt_level='O2')",
@@ -62,6 +62,7 @@ REMEDIES = {
     "apex.optimizers.FusedAdamSWA": "use torch.optim.AdamW(fused=True) with torch.optim.swa_utils.AveragedModel",
     "apex.parallel": _NO_BUCKETS,
     "apex.pyprof": "use torch.profiler, with torch.cuda.nvtx for ranges",
+    "apex.reparameterization": "use torch.nn.utils.parametrize.register_parametrization",
     "apex.transformer": _PARALLEL,
     "apex_C": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
 }

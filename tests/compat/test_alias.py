@@ -80,7 +80,7 @@ def test_specs_while_installed_and_not_otherwise(apex: Any) -> None:
     ("statement", "remedy"),
     [
         ("from apex.optimizers import FusedNope", "torch.optim"), ("import apex.transformer", "Megatron"),
-        ("from apex.contrib.sparsity import permutation_lib", "semi_structured"),
+        ("from apex.contrib.sparsity import ASP", "WeightNormSparsifier"),
         ("import apex.pyprof.prof", "torch.profiler"), ("from apex.contrib.fmha import FMHA", "scaled_dot_product"),
         ("from apex.amp.wrap import cached_cast", "register_half_function"), ("from amp_C import nope", "_foreach"),
         ("import apex.contrib.cudnn_gbn", "SyncBatchNorm"), ("from apex.RNN.RNNBackend import RNNCell", "LSTM"),

@@ -16,7 +16,6 @@ from torch import nn
 
 import autoamp
 from autoamp import parallel
-from autoamp.compat.layers.vision import BatchNorm2d_NHWC
 from autoamp.errors import UsageError
 from autoamp.parallel import multiproc
 from tests.integration.spawned import counted, on_ranks
@@ -175,9 +174,6 @@ def normed(rank: int) -> dict[str, Any]:
     ddp = nn.parallel.DistributedDataParallel(parallel.convert_syncbn_model(model_of(0)))
     ddp(part_of(batch(), rank)).square().sum().backward()
     found["in torch's DDP"] = [grad * WORLD for grad in grads_of(ddp)]
-    nhwc = part_of(given_to("plain", 0)[..., None].permute(0, 2, 3, 1), rank)
-    for size in (1, WORLD):
-        found[f"NHWC in groups of {size}"] = BatchNorm2d_NHWC(4, bn_group=size)(nhwc).detach()
     return found
 
 
@@ -342,14 +338,6 @@ def test_groups_of_one_normalise_alone(ranks: list[Any]) -> None:
     for rank, found in enumerate(ranks):
         expected = nn.BatchNorm1d(4)(part_of(given_to("plain", 0), rank))
         torch.testing.assert_close(found["normed"]["alone"], expected.detach())
-        alone = found["normed"]["NHWC in groups of 1"].squeeze(2).transpose(1, 2)
-        torch.testing.assert_close(alone, expected.detach())
-
-
-def test_a_group_of_two_normalises_together(ranks: list[Any]) -> None:
-    whole = torch.cat([found["normed"][f"NHWC in groups of {WORLD}"] for found in ranks])
-    expected = nn.BatchNorm1d(4)(given_to("plain", 0))
-    torch.testing.assert_close(whole.squeeze(2).transpose(1, 2), expected.detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -1,4 +1,4 @@
-"""Attention, dense layers and norms against torch's functions, with the same inputs and weights, in fp64."""
+"""Dense layers and a norm against torch's functions, with the same inputs and weights, in fp64."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import autoamp
-from autoamp.compat.layers import attention, contrib, mlp, vision
+from autoamp.compat.layers import contrib, mlp
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
-WIDTH, HEADS, TIME, SOURCE, BATCH = 6, 2, 4, 5, 3
 Shape = tuple[int, ...]
 
 
@@ -41,62 +40,6 @@ def layer(module: nn.Module, theirs: Callable[..., Tensor], *inputs: Shape, **op
     return Case(ours, theirs, list(inputs), shapes)
 
 
-def masks(kind: str, source: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the arguments for a mask as Apex has them, and as torch has them."""
-    if kind == "padding":
-        padding = torch.arange(source) >= torch.tensor([[source - 1], [source - 2], [source]])
-        return {"key_padding_mask": padding.byte()}, {"key_padding_mask": padding}
-    if kind == "future":
-        future = torch.triu(torch.ones(TIME, source, dtype=torch.uint8), 1)
-        return {"attn_mask": future}, {"attn_mask": future.bool()}
-    if kind == "added":
-        added = torch.linspace(-2.0, 2.0, BATCH * source).view(BATCH, source)
-        return {"key_padding_mask": added}, {"key_padding_mask": added.double()}
-    return {}, {}
-
-
-def by_part(rows: Tensor, parts: int) -> Tensor:
-    """Sort rows that go by head, part (queries, keys, values) and feature by part, head and feature."""
-    return rows.unflatten(0, (HEADS, parts, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def attended(masked: dict[str, Tensor]) -> Callable[..., Tensor]:
-    def theirs(query: Tensor, key: Tensor | None = None, _: Any = None, **weights: Tensor) -> Tensor:
-        norm = [weights[name] for name in weights if name.startswith("lyr_nrm")]
-        given = F.layer_norm(query, (WIDTH,), *norm) if norm else query
-        rows: list[Tensor | None] = []
-        for kind in ("weight", "bias"):
-            if f"in_proj_{kind}" in weights:
-                rows.append(by_part(weights[f"in_proj_{kind}"], 3))
-            elif f"q_{kind}" in weights:
-                rows.append(torch.cat([weights[f"{part}_{kind}"] for part in "qkv"]))
-            elif f"in_proj_{kind}_q" in weights:
-                rows.append(torch.cat([weights[f"in_proj_{kind}_q"], by_part(weights[f"in_proj_{kind}_kv"], 2)]))
-            else:
-                rows.append(None)
-        source = given if key is None else key
-        out = (weights["out_proj_weight"], weights.get("out_proj_bias"))
-        found, _ = F.multi_head_attention_forward(
-            given, source, source, WIDTH, HEADS, *rows, None, None, False, 0.0, *out, training=False, **masked
-        )
-        return found + query if norm else found
-
-    return theirs
-
-
-def self_attention(mask: str, bias: bool, norm: bool, impl: str, separate: bool) -> Case:
-    options, masked = masks(mask, TIME)
-    module = attention.SelfMultiheadAttn(WIDTH, HEADS, 0.0, bias, norm, impl, separate, mask == "added")
-    return layer(module, attended(masked), (TIME, BATCH, WIDTH), **options)
-
-
-def encoder_attention(mask: str, bias: bool, norm: bool, impl: str) -> Case:
-    options, masked = masks(mask, SOURCE)
-    module = attention.EncdecMultiheadAttn(WIDTH, HEADS, 0.0, bias, norm, impl)
-    source = (SOURCE, BATCH, WIDTH)
-    return layer(module, attended(masked), (TIME, BATCH, WIDTH), source, **options)
-
-
 def perceptron(bias: bool, activation: str) -> Case:
     following: Any = {"none": lambda x: x, "relu": F.relu, "sigmoid": torch.sigmoid}[activation]
 
@@ -112,45 +55,15 @@ def gelu_dense(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2
     return F.linear(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2)
 
 
-def group_norm(act: str) -> Case:
-    def theirs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        normed = F.group_norm(x, 3, weight, bias, 1e-3)
-        return F.silu(normed) if act else normed
-
-    return layer(vision.GroupNorm(3, 6, eps=1e-3, act=act), theirs, (2, 6, 4, 5))
-
-
-def batch_norm(fuse: bool, added: bool) -> Case:
-    def theirs(x: Tensor, z: Tensor | float = 0.0, *, weight: Tensor, bias: Tensor) -> Tensor:
-        normed = F.batch_norm(x.permute(0, 3, 1, 2), None, None, weight, bias, training=True).permute(0, 2, 3, 1) + z
-        return normed.relu() if fuse else normed
-
-    return layer(vision.BatchNorm2d_NHWC(5, fuse_relu=fuse), theirs, *[(4, 3, 2, 5)] * (1 + added))
-
-
 CASES = {
-    "self": self_attention("none", False, False, "fast", False),
-    "self, padding": self_attention("padding", True, True, "fast", False),
-    "self, future": self_attention("future", True, True, "default", True),
-    "self, added": self_attention("added", False, False, "default", True),
-    "encoder": encoder_attention("none", False, False, "fast"),
-    "encoder, padding": encoder_attention("padding", True, True, "fast"),
-    "encoder, future": encoder_attention("future", True, True, "default"),
     "mlp": perceptron(True, "relu"),
     "mlp, sigmoid": perceptron(True, "sigmoid"),
     "mlp, no activation": perceptron(False, "none"),
     "dense": layer(mlp.FusedDense(4, 3), F.linear, (2, 5, 4)),
     "dense, no bias": layer(mlp.FusedDense(4, 3, bias=False), F.linear, (5, 4)),
     "dense, gelu": layer(mlp.FusedDenseGeluDense(4, 6, 3), gelu_dense, (5, 4)),
-    "group norm": group_norm(""),
 }
 NORMS = {
-    "group norm": group_norm(""),
-    "group norm, silu": group_norm("silu"),
-    "group norm, Swish": group_norm("Swish"),
-    "batch norm": batch_norm(False, False),
-    "batch norm, relu": batch_norm(True, False),
-    "batch norm, added": batch_norm(True, True),
     "layer norm": layer(
         contrib.FastLayerNorm(6, eps=1e-3), lambda x, weight, bias: F.layer_norm(x, (6,), weight, bias, 1e-3), (3, 6)
     ),

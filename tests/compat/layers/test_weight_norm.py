@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import autoamp
-from autoamp.compat.layers.weight_norm import (
-    Reparameterization,
-    WeightNorm,
-    apply_reparameterization,
-    apply_weight_norm,
-    remove_reparameterization,
-    remove_weight_norm,
-)
+from autoamp.compat.layers.weight_norm import WeightNorm, apply_weight_norm, remove_weight_norm
 from autoamp.errors import UsageError
 
 
@@ -158,30 +151,6 @@ def test_copies_are_apart() -> None:
     torch.testing.assert_close(net(input), expected)
 
 
-class Doubled(Reparameterization):
-    """A weight that is twice its parameter."""
-
-    def compute_weight(self, module: nn.Module, name: str) -> Tensor:
-        return 2 * self.get_params(module)[0]  # type: ignore[no-any-return]
-
-    def reparameterize(self, name: str, weight: Tensor, dim: int | None) -> tuple[list[str], list[nn.Parameter]]:
-        return [f"{name}_half"], [nn.Parameter(weight.detach() / 2)]
-
-
-def test_other_kinds() -> None:
-    net, input = nn.Linear(3, 2), torch.randn(2, 3)
-    expected = net(input)
-    apply_reparameterization(net, Doubled, "weight")
-    torch.testing.assert_close(net(input), expected)
-    assert "weight_half" in net.state_dict()
-    remove_weight_norm(net)
-    assert "weight_half" in net.state_dict(), "another kind stays"
-    torch.testing.assert_close(remove_reparameterization(net)(input), expected)
-    assert "weight" in net.state_dict()
-    with pytest.raises(UsageError, match="needs a kind"):
-        apply_reparameterization(net)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_trains_under_levels(level: str, half: torch.dtype) -> None:
     net = apply_weight_norm(Net())
@@ -207,6 +176,6 @@ def test_computes_in_fp32_for_half_weights(dim: int | None) -> None:
         layer.weight_v.fill_(3e4)
     layer.half()
     # The norm of v, 2.4e5, is out of fp16's range.
-    weight = WeightNorm("weight", dim, layer).compute_weight(layer, "weight")
+    weight = WeightNorm("weight", dim).compute_weight(layer)
     assert weight.dtype is torch.float16
     torch.testing.assert_close(weight.detach(), (layer.weight_g.detach() / 8).expand(1, 64))
