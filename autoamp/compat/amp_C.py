@@ -1,25 +1,18 @@
 """`amp_C`, as autoamp serves it: Apex's extension of functions of lists of tensors."""
 
 from autoamp.compat.multi_tensor.optimizers import (
-    multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_adam_capturable,
     multi_tensor_adam_capturable_master,
     multi_tensor_lamb,
-    multi_tensor_lamb_mp,
     multi_tensor_lamb_stage1,
     multi_tensor_lamb_stage2,
-    multi_tensor_novograd,
     multi_tensor_sgd,
 )
 from autoamp.compat.multi_tensor.tensor_lists import (
     multi_tensor_axpby,
     multi_tensor_l2norm,
-    multi_tensor_l2norm_mp,
-    multi_tensor_l2norm_scale,
     multi_tensor_scale,
-    multi_tensor_unscale_l2norm,
-    update_scale_hysteresis,
 )
 
 # Versions of Apex differ in these two names.

@@ -22,7 +22,8 @@ _NO_BUCKETS = "DistributedDataParallel has no such part here; use torch.nn.paral
 
 # By the longest dotted name that matches; the last word on everything is the entry "apex".
 REMEDIES = {
-    "amp_C": "use the torch._foreach functions, or the fused optimizers of torch.optim",
+    "amp_C": "use the torch._foreach functions, or the fused optimizers of torch.optim and apex.optimizers",
+    "amp_C.update_scale_hysteresis": "use torch.amp.GradScaler, or autoamp.DynamicLossScaler",
     "apex": _PAGE,
     "apex.RNN": "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
     "apex.RNN.RNNBackend.RNNCell": "build networks with apex.RNN.LSTM(...); a cell of your own is best a "

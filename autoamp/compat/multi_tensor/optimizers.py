@@ -18,9 +18,8 @@ from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, wide
 from autoamp.errors import UsageError
 
 __all__ = [
-    "multi_tensor_adagrad", "multi_tensor_adam", "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master", "multi_tensor_lamb", "multi_tensor_lamb_mp", "multi_tensor_lamb_stage1",
-    "multi_tensor_lamb_stage2", "multi_tensor_novograd", "multi_tensor_sgd",
+    "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_lamb",
+    "multi_tensor_lamb_stage1", "multi_tensor_lamb_stage2", "multi_tensor_sgd",
 ]  # fmt: skip
 
 
@@ -164,76 +163,6 @@ def _adam_on_device(
 
 
 @torch.no_grad()
-def multi_tensor_adagrad(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, epsilon: float, mode: int,
-    weight_decay: float,
-) -> None:  # fmt: skip
-    """Take a step of Adagrad: Duchi et al. 2011.
-
-    Args:
-        chunk_size: No effect.
-        noop_flag: One element; nothing is done where it is set.
-        tensor_lists: ``[grads, params, sums]``; the last are the sums of squared gradients.
-        lr: The learning rate.
-        epsilon: Added to the root.
-        mode: 0 adds the decay to the gradient, 1 decouples it as AdamW does.
-        weight_decay: The factor of the decay.
-
-    Raises:
-        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
-    """
-    lists = checked("multi_tensor_adagrad", tensor_lists, "grads", "params", "sums")
-    _check_mode("multi_tensor_adagrad", mode)
-    _step(
-        formulas.ADAGRAD, noop_flag, [lists[1], lists[0], lists[2]], lr=lr, eps=epsilon, weight_decay=weight_decay,
-        decoupled=mode == 1,
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def multi_tensor_novograd(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, grad_norms: Tensor, lr: float, beta1: float,
-    beta2: float, epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int,
-    mode: int, norm_type: int,
-) -> None:  # fmt: skip
-    """Take a step of NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286), which averages one norm for each gradient.
-
-    Args:
-        chunk_size: No effect.
-        noop_flag: One element; nothing is done where it is set.
-        tensor_lists: ``[grads, params, exp_avgs]``.
-        grad_norms: Shape ``(n,)``: the average of each gradient's norm. Updated in place.
-        lr: The learning rate.
-        beta1: Decay of the average of the normalised gradient.
-        beta2: Decay of the average of the norm.
-        epsilon: Added to the norm.
-        step: The number of this step, from 1.
-        bias_correction: Whether the averages are divided by ``1 - beta1 ** step`` and ``sqrt(1 - beta2 ** step)``.
-        weight_decay: The factor of the decay.
-        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
-        mode: 0 normalises the gradient and adds the decay before the average, 1 after it.
-        norm_type: 2 averages squares of 2-norms, 0 averages largest absolute values.
-
-    Raises:
-        UsageError: The lists do not fit, or the mode or the norm is unknown. Nothing was written.
-    """
-    lists = checked("multi_tensor_novograd", tensor_lists, "grads", "params", "exp_avgs")
-    _check_mode("multi_tensor_novograd", mode)
-    if norm_type not in (0, 2):
-        raise UsageError(f"multi_tensor_novograd: norm_type={norm_type!r} is unknown; choose 2, or 0 for inf")
-    grads, params, firsts = lists
-    if _nothing_to_do(noop_flag, grads):
-        return
-    new = torch.stack([norm.to(grad_norms) for norm in formulas.gradient_norms(grads, norm_type)])
-    grad_norms.copy_(formulas.blended_norms(grad_norms, new, beta2, norm_type))
-    _step(
-        formulas.NOVOGRAD, noop_flag, [params, grads, firsts, list(grad_norms.unbind())], lr=lr, beta1=beta1,
-        beta2=beta2, eps=epsilon, step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay,
-        grad_averaging=bool(grad_averaging), inside=mode == 0,
-    )  # fmt: skip
-
-
-@torch.no_grad()
 def multi_tensor_lamb(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: float, beta1: float, beta2: float,
     epsilon: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
@@ -269,53 +198,6 @@ def multi_tensor_lamb(
         grad_averaging=bool(grad_averaging), always_adapt=bool(use_nvlamb), max_norm=max(0.0, max_grad_norm),
         global_norm=_norm(global_grad_norm, lists[0]),
     )  # fmt: skip
-
-
-@torch.no_grad()
-def multi_tensor_lamb_mp(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
-    epsilon: float, step: Tensor, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int,
-    global_grad_norm: Tensor, max_grad_norm: Tensor, use_nvlamb: bool | None, found_inf: Tensor, inv_scale: Tensor,
-) -> None:  # fmt: skip
-    """Take a step of LAMB (arXiv:1904.00962), as `multi_tensor_lamb`, from scaled gradients.
-
-    The numbers that are tensors have one element each, as a capturable optimizer has them. Reading them waits for the
-    device.
-
-    Args:
-        chunk_size: No effect.
-        noop_flag: One element; nothing is done where it is set.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with a fifth list of copies of the parameters in
-            any dtype, which is written too.
-        lr: The learning rate.
-        beta1: Decay of the average of the gradient.
-        beta2: Decay of the average of its square.
-        epsilon: Added to the root.
-        step: The number of this step, from 1.
-        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
-        weight_decay: The factor of the decay.
-        grad_averaging: Whether the gradient enters its average with ``1 - beta1``, or with 1.
-        mode: 0 adds the decay to the gradient, 1 to the update.
-        global_grad_norm: The norm of all unscaled gradients.
-        max_grad_norm: Gradients are scaled down to this norm; 0 or less for no clipping.
-        use_nvlamb: Whether there is a trust ratio without weight decay too.
-        found_inf: Nothing is done where it is not 0.
-        inv_scale: One over the loss scale, by which the gradients are unscaled; they themselves stay as they are.
-
-    Raises:
-        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
-    """
-    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "copies")
-    lists = checked("multi_tensor_lamb_mp", tensor_lists, *names[: 5 if len(tensor_lists) == 5 else 4])
-    if bool(found_inf.any()) or _nothing_to_do(noop_flag, lists[0]):
-        return
-    grads = list(torch._foreach_mul(wide(lists[0]), float(inv_scale)))
-    multi_tensor_lamb(
-        chunk_size, noop_flag, [grads, *lists[1:4]], float(lr), beta1, beta2, epsilon, int(step), bias_correction,
-        weight_decay, grad_averaging, mode, global_grad_norm, float(max_grad_norm), use_nvlamb,
-    )  # fmt: skip
-    if len(lists) == 5:
-        formulas.write_back(lists[4], lists[1])
 
 
 @torch.no_grad()

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.torch_private import update_scale_
 
 __all__ = [
     "MultiTensorApply", "checked", "multi_tensor_applier", "multi_tensor_axpby", "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp", "multi_tensor_l2norm_scale", "multi_tensor_scale", "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis", "wide",
+    "multi_tensor_scale", "wide",
 ]  # fmt: skip
 
 TensorLists = Sequence[Sequence[Tensor]]
@@ -122,93 +120,6 @@ def multi_tensor_l2norm(
     """
     (tensors,) = checked("multi_tensor_l2norm", tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor)
-
-
-# In Apex this one alone took lists of mixed dtypes.
-multi_tensor_l2norm_mp = multi_tensor_l2norm
-
-
-@torch.no_grad()
-def multi_tensor_l2norm_scale(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float, per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    """Write ``input * scale`` to the outputs and return the norms of these products, as `multi_tensor_l2norm` does.
-
-    The norms are those before the products are rounded to the outputs' dtype.
-
-    Args:
-        chunk_size: No effect.
-        noop_flag: One element, set to 1 where the total is inf or nan.
-        tensor_lists: ``[inputs, outputs]``, which may be the same tensors.
-        scale: The factor.
-        per_tensor: Whether the norm of each tensor is wanted.
-
-    Raises:
-        UsageError: The lists do not fit. Nothing was written.
-    """
-    inputs, outputs = checked("multi_tensor_l2norm_scale", tensor_lists, "inputs", "outputs")
-    products = list(torch._foreach_mul(wide(inputs), scale)) if inputs else []
-    if products:
-        torch._foreach_copy_(outputs, products)
-    return _norms(noop_flag, products, per_tensor)
-
-
-@torch.no_grad()
-def multi_tensor_unscale_l2norm(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    inv_scale: Tensor | float,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the norms of tensors times ``inv_scale``, as `multi_tensor_l2norm` does; the tensors stay as they are.
-
-    Args:
-        chunk_size: No effect.
-        noop_flag: One element, set to 1 where the total is inf or nan.
-        tensor_lists: ``[tensors]``.
-        inv_scale: The factor, a number or a tensor of one element.
-        per_tensor: Whether the norm of each tensor is wanted.
-
-    Raises:
-        UsageError: There is not exactly one list.
-    """
-    (tensors,) = checked("multi_tensor_unscale_l2norm", tensor_lists, "tensors")
-    factor = inv_scale.reshape(()).float() if isinstance(inv_scale, Tensor) else inv_scale
-    products = list(torch._foreach_mul(wide(tensors), factor)) if tensors else []
-    return _norms(noop_flag, products, per_tensor)
-
-
-@torch.no_grad()
-def update_scale_hysteresis(
-    current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
-    backoff_factor: float, growth_interval: int, hysteresis: int,
-) -> Tensor:  # fmt: skip
-    """Update a loss scale as `torch.amp.GradScaler` does, but not for the first overflows in a row.
-
-    The first ``hysteresis - 1`` overflows after a clean step leave the scale as it is; each further one lowers it.
-    Nothing waits for the device. All tensors have one element; the first three are written.
-
-    Args:
-        current_scale: The loss scale, fp32.
-        growth_tracker: How many clean steps there were in a row, int32.
-        hysteresis_tracker: How many overflows are left until one lowers the scale, int32; ``hysteresis`` at first.
-        found_inf: Above 0 where the step overflowed, fp32.
-        growth_factor: The scale is multiplied by it after ``growth_interval`` clean steps, unless it would become inf.
-        backoff_factor: The scale is multiplied by it after an overflow.
-        growth_interval: See ``growth_factor``.
-        hysteresis: What a clean step sets ``hysteresis_tracker`` to.
-
-    Returns:
-        ``current_scale``.
-    """
-    overflow = found_inf > 0
-    left = hysteresis_tracker - overflow.to(hysteresis_tracker.dtype)
-    tolerated, before = overflow & (left > 0), current_scale.clone()
-    update_scale_(current_scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    current_scale.copy_(torch.where(tolerated, before, current_scale))
-    hysteresis_tracker.copy_(torch.where(overflow, left, hysteresis))
-    return current_scale
 
 
 def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor]]:

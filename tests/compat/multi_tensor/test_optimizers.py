@@ -92,28 +92,6 @@ def capturable(kind: Any, mode: int, masters: bool = False) -> Case:
     return Case(call, adam(kind, mode).reference, 2 + masters, is_exact=False)
 
 
-def adagrad(mode: int, make: Any) -> Case:
-    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
-        mo.multi_tensor_adagrad(1, noop, [grads, params, *states], 0.1, 1e-8, mode, 0.1)
-
-    return Case(call, make, 1)
-
-
-def novograd(mode: int, norm_type: int, averaging: bool) -> Case:
-    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
-        firsts, averages = states
-        # One fp32 norm for each gradient, kept in the first elements of the second state.
-        norms = torch.stack([average.flatten()[0].float() for average in averages])
-        lists = [grads, params, firsts]
-        mo.multi_tensor_novograd(1, noop, lists, norms, 0.02, 0.9, 0.8, 1e-8, step, 1, 0.1, averaging, mode, norm_type)
-        for average, norm in zip(averages, norms, strict=True):
-            average.flatten()[0] = norm
-
-    options: dict[str, Any] = {"reg_inside_moment": mode == 0, "norm_type": norm_type, "grad_averaging": averaging}
-    options |= {"betas": (0.9, 0.8), "weight_decay": 0.1, "init_zero": True}
-    return Case(call, lambda those: fused.FusedNovoGrad(those, 0.02, **options), is_exact=False)
-
-
 def fused_lamb(decay: float, nvlamb: bool, limit: float, mode: int) -> Callable[[Any], torch.optim.Optimizer]:
     options: dict[str, Any] = {"weight_decay": decay, "use_nvlamb": nvlamb, "max_grad_norm": limit}
     return lambda those: fused.FusedLAMB(those, 0.02, betas=BETAS, adam_w_mode=mode == 1, **options)
@@ -125,16 +103,6 @@ def lamb(decay: float, nvlamb: bool, limit: float, mode: int = 1) -> Case:
         mo.multi_tensor_lamb(1, noop, [grads, params, *states], *numbers)
 
     return Case(call, fused_lamb(decay, nvlamb, limit, mode), is_exact=False)
-
-
-def mixed_lamb(copies: bool, by_found_inf: bool = False) -> Case:
-    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
-        lists = [[grad * 8 for grad in grads], params, *states]
-        noop, found = (flag(), noop.float()) if by_found_inf else (noop, one(0.0))
-        numbers = (one(0.02), *LAMB, torch.tensor([step]), 1, 0.1, 1, 1, norm_of(grads), one(0.5), False, found)
-        mo.multi_tensor_lamb_mp(1, noop, lists, *numbers, one(0.125))
-
-    return Case(call, fused_lamb(0.1, False, 0.5, 1), 2 + copies, is_exact=False)
 
 
 def staged_lamb(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
@@ -157,18 +125,10 @@ CASES = {
     "capturable adam": capturable(torch.optim.Adam, 0),
     "capturable adamw": capturable(torch.optim.AdamW, 1),
     "capturable adamw with masters": capturable(torch.optim.AdamW, 1, masters=True),
-    "adagrad": adagrad(0, lambda those: torch.optim.Adagrad(those, 0.1, weight_decay=0.1, eps=1e-8)),
-    "adagrad decoupled": adagrad(1, lambda those: fused.FusedAdagrad(those, 0.1, 1e-8, 0.1, adagrad_w_mode=True)),
-    "novograd": novograd(0, 2, True),
-    "novograd outside": novograd(1, 2, False),
-    "novograd of inf norms": novograd(1, 0, True),
     "lamb": lamb(0.1, False, 0.5),
     "lamb with decay of gradients": lamb(0.1, False, 100.0, mode=0),
     "lamb without decay": lamb(0.0, False, 0.0),
     "lamb of nv": lamb(0.0, True, 0.5),
-    "mixed lamb": mixed_lamb(False),
-    "mixed lamb with copies": mixed_lamb(True),
-    "mixed lamb by found_inf": mixed_lamb(False, by_found_inf=True),
     "lamb in two stages": Case(staged_lamb, fused_lamb(0.1, False, 0.5, 1), is_exact=False),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -248,16 +208,6 @@ def test_capturable_adam_unscales_gradients_and_copies_masters(half: torch.dtype
     assert all(torch.equal(model, master.to(half)) for model, master in zip(models, masters, strict=True))
 
 
-def test_mixed_lamb_unscales_gradients_and_writes_copies(half: torch.dtype) -> None:
-    """Compared by the averages: LAMB's step hardly depends on the size of the gradients."""
-    params, averages, (copies,) = tensors(torch.float32, 0), zeros(torch.float32, 2), zeros(half, 1)
-    plain, expected = tensors(torch.float32, 0), zeros(torch.float32, 2)
-    CASES["mixed lamb with copies"].call(flag(), tensors(half, 1), params, [*averages, copies], 1)
-    CASES["lamb"].call(flag(), tensors(half, 1), plain, expected, 1)
-    torch.testing.assert_close([params, *averages], [plain, *expected])
-    assert all(torch.equal(copy, param.to(half)) for copy, param in zip(copies, params, strict=True))
-
-
 @pytest.mark.parametrize(
     ("args", "ratio"),
     [((0.5,), 3.0), ((0.5, 0.1), 3.0), ((0.5, 0.0), 1.0), ((0.5, 0.0, True), 3.0), ((0.5, 0.0, False), 1.0)],
@@ -276,8 +226,6 @@ def test_lamb_ratio(args: tuple[Any, ...], ratio: float) -> None:
 @pytest.mark.parametrize("mode", [-1, 2])
 def test_unknown_modes(mode: int) -> None:
     lists = [tensors(torch.float32, place) for place in range(4)]
-    for case in (adam(None, mode), adagrad(mode, None), lamb(0.1, False, 1.0, mode), novograd(mode, 2, True)):
+    for case in (adam(None, mode), lamb(0.1, False, 1.0, mode)):
         with pytest.raises(UsageError, match=f"mode={mode}"):
             case.call(flag(), *lists[:2], lists[2 : 2 + case.states], 1)
-    with pytest.raises(UsageError, match="norm_type=1"):
-        novograd(0, 1, True).call(flag(), *lists[:2], lists[2:], 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -148,35 +147,11 @@ def test_norm_flags(bad: float) -> None:
     assert noop.item() == 1
 
 
-def test_norm_with_scale_writes_and_measures() -> None:
-    inputs, noop = mixed(0), flag()
-    outputs = [torch.empty_like(tensor, dtype=torch.float16) for tensor in inputs]
-    total, each = mt.multi_tensor_l2norm_scale(65536, noop, [inputs, outputs], 0.25, True)
-    products = [tensor * 0.25 for tensor in exact(inputs)]
-    assert_rounded(outputs, products)
-    torch.testing.assert_close(each, torch.stack([product.norm() for product in products]).float())
-    torch.testing.assert_close(total, each.double().norm().reshape(1).float())
-    assert noop.item() == 0
-
-
-@pytest.mark.parametrize("inverse", [0.125, torch.tensor([0.125])])
-def test_unscaled_norm(inverse: Any) -> None:
-    tensors, noop = mixed(0), flag()
-    before = exact(tensors)
-    total, each = mt.multi_tensor_unscale_l2norm(65536, noop, [tensors], inverse, True)
-    torch.testing.assert_close(each, torch.stack([(tensor * 0.125).norm() for tensor in before]).float())
-    torch.testing.assert_close(total, each.double().norm().reshape(1).float())
-    assert_rounded(tensors, before)
-    assert noop.item() == 0
-
-
 def test_no_tensors() -> None:
     noop = flag()
     mt.multi_tensor_scale(65536, noop, [[], []], 1.0)
     mt.multi_tensor_axpby(65536, noop, [[], [], []], 1.0, 1.0)
     assert mt.multi_tensor_l2norm(65536, noop, [[]])[0].tolist() == [0.0]
-    assert mt.multi_tensor_l2norm_scale(65536, noop, [[], []], 1.0)[0].tolist() == [0.0]
-    assert mt.multi_tensor_unscale_l2norm(65536, noop, [[]], 1.0, True)[1].numel() == 0
     assert noop.item() == 0
 
 
@@ -205,41 +180,6 @@ def test_unknown_arg_to_check() -> None:
         mt.multi_tensor_axpby(65536, flag(), [[torch.ones(1)]] * 3, 1.0, 1.0, 2)
 
 
-def hysteresis_by_hand(
-    state: tuple[float, int, int], overflow: bool, growth: float, backoff: float, interval: int, hysteresis: int
-) -> tuple[float, int, int]:
-    """The scale, the clean steps in a row and the overflows that are left, after one step."""
-    scale, clean, left = state
-    if overflow:
-        left -= 1
-        return (scale, 0, left) if left > 0 else (scale * backoff, 0, left)
-    clean, left = clean + 1, hysteresis
-    if clean == interval:
-        clean, scale = 0, scale * growth if math.isfinite(scale * growth) and scale * growth < 3.4e38 else scale
-    return scale, clean, left
-
-
-@pytest.mark.parametrize("hysteresis", [1, 2, 5])
-@pytest.mark.parametrize(("growth", "backoff", "interval"), [(2.0, 0.5, 3), (4.0, 0.25, 1), (1.0, 0.5, 10)])
-def test_scale_with_hysteresis(hysteresis: int, growth: float, backoff: float, interval: int) -> None:
-    random = torch.Generator().manual_seed(hysteresis)
-    scale, growths, left = torch.tensor([65536.0]), flag(), torch.tensor([hysteresis], dtype=torch.int32)
-    expected = (65536.0, 0, hysteresis)
-    for step in range(120):
-        overflow = bool(torch.rand((), generator=random) < (0.1 if step < 60 else 0.7))
-        found = torch.tensor([float(overflow)])
-        result = mt.update_scale_hysteresis(scale, growths, left, found, growth, backoff, interval, hysteresis)
-        expected = hysteresis_by_hand(expected, overflow, growth, backoff, interval, hysteresis)
-        assert result is scale
-        assert (scale.item(), growths.item(), left.item()) == expected
-
-
-def test_scale_does_not_grow_to_inf() -> None:
-    scale, growths, left = torch.tensor([3e38]), flag(), torch.tensor([1], dtype=torch.int32)
-    mt.update_scale_hysteresis(scale, growths, left, torch.zeros(1), 2.0, 0.5, 1, 1)
-    assert scale.item() == pytest.approx(3e38)
-
-
 def test_by_the_names_of_apex(apex: Any) -> None:
     import amp_C
     import apex_C
@@ -254,6 +194,5 @@ def test_by_the_names_of_apex(apex: Any) -> None:
     assert flat.tolist() == [3.0] * 5
     assert [tensor.shape for tensor in apex_C.unflatten(flat, outputs)] == [(2,), (3,)]
     assert apex.multi_tensor_apply.multi_tensor_applier is multi_tensor_applier
-    assert amp_C.update_scale_hysteresis is mt.update_scale_hysteresis
     with pytest.raises(AttributeError, match="not provided"):
         _ = amp_C.multi_tensor_nope
