@@ -46,9 +46,9 @@ calls apex's amp.initialize() without a level, and nothing is cast before that c
 
 _FAIL_HELP = """\
 end with exit code 3 where the program ends well, but the loss, the gradients or the outputs of an inference were inf or
-nan and the search for the loss scale does not explain it: the loss itself was inf or nan, or the loss scale was 1 or
-fixed, or the cause was found ('overflow'), or where any step was skipped ('skip'). Both: also where an op overflowed in a
-step that was taken and changed its gradients; implies --trace-overflow
+nan, and the search for the loss scale does not explain it: the loss itself was inf or nan, or the loss scale was 1 or
+fixed, or the cause was found ('overflow'); or where any step was skipped ('skip'). Both: also where an op overflowed
+in a step that was taken, and changed its gradients; implies --trace-overflow
 """
 
 _NONFINITE_HELP = """\

@@ -22,10 +22,17 @@ _AUTOAMP = __name__.partition(".")[0]
 
 
 class CallPlaces(Unnoticed, TorchFunctionMode):
-    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`."""
+    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`.
 
-    def __init__(self) -> None:
+    Args:
+        called_at: The line that is said to call the outermost modules; by default the frames tell.
+    """
+
+    def __init__(self, called_at: str | None = None) -> None:
         super().__init__()
+        self._called_at = called_at
+        # Frames from here outwards did not call them.
+        self._outer = user_frame(sys._getframe(1)) if called_at is not None else None
         # The function, the frame that calls it, and the backward pass within which it is called.
         self._call: tuple[Any, FrameType | None, int] = (None, None, -1)
         self._modules: tuple[Module, ...] = ()
@@ -72,6 +79,8 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
             # The backward pass of a function of the program runs within `Tensor.backward`.
             func, frame = None, sys._getframe(1)
         user = user_frame(frame)
+        if user is self._outer:
+            user = None
         modules = self._modules
         key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti)
         found = self._known.get(key)
@@ -87,4 +96,4 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         spelled = str(getattr(func, "__name__", ""))
         in_place = spelled.endswith("_") and not spelled.endswith("__")
         names = () if name is None else spelled_at(name, func, user)
-        return Place(name, path or root, program_line(user), names, is_cast, in_place)
+        return Place(name, path or root, program_line(user) or self._called_at, names, is_cast, in_place)

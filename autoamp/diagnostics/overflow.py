@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -23,6 +23,7 @@ from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import Evidence, explain_evidence, named_tensors, unlocated
+from autoamp.diagnostics.kept_calls import KeptCall, why_not_again
 from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import nonfinite_value
@@ -33,11 +34,13 @@ from autoamp.errors import kind_of
 from autoamp.scaling import scaled_loss
 from autoamp.stepping import Skips, StepWatch, several_processes
 from autoamp.tape import CannotRerun
-from autoamp.torch_private import compiler_callback, undisturbed
+from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
 __all__ = ["OverflowTrace"]
 
 log = logging.getLogger(__name__)
+
+_CATCH = "trace_overflow=True (autoamp run --trace-overflow) records every step, and names the op that made it"
 
 # After a step whose overflow was not located, or lies outside of modules, so many steps are watched.
 WATCHED_STEPS = 8
@@ -69,7 +72,7 @@ class OverflowTrace(StepWatch):
         self._casts = casts
         self._observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        self.recorder = StepRecorder(always=always)
+        self.recorder = StepRecorder(casts, always=always)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
@@ -127,13 +130,22 @@ class OverflowTrace(StepWatch):
                 self.recorder.forget()
             return None
         is_fixed = next_scale is not None and next_scale >= scale
-        if not self._is_recorded:
-            searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
+        if self._is_recorded:
+            found = self._explain(self.recorder.step, scale, late)
+        elif torch.compiler.is_dynamo_compiling() or compiler_callback():
             # Within torch.compile what records and explains would be compiled, again and again.
-            if (is_fixed or searched) and not torch.compiler.is_dynamo_compiling() and not compiler_callback():
-                self.recorder.watched_steps = WATCHED_STEPS
             return None
-        found = self._explain(self.recorder.step, scale, late)
+        else:
+            searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
+            is_wrong = is_fixed or searched or (not late and self.recorder.step.loss_is_nonfinite)
+            if is_wrong:
+                self.recorder.watched_steps = WATCHED_STEPS
+            if late or not (is_wrong or skips.has_held):
+                return None
+            found = self._explain_kept(self.recorder.step, scale)
+            if isinstance(found.verdict, NotLocated) and not is_wrong:
+                # As a rule a search for the scale.
+                return None
         if is_fixed and isinstance(found.verdict, ScaleSearch):
             found = _at_fixed_scale(found, found.verdict, scale)
         if isinstance(found.verdict, NotLocated):
@@ -155,10 +167,12 @@ class OverflowTrace(StepWatch):
         Args:
             late: Whether it was taken earlier, and others may have been since.
         """
-        if not self._is_recorded:
-            self.recorder.watched_steps = WATCHED_STEPS
+        if self._is_recorded:
+            return self._noted(self._explain(self.recorder.step, 1.0, late), late, logging.DEBUG)
+        self.recorder.watched_steps = WATCHED_STEPS
+        if late or torch.compiler.is_dynamo_compiling() or compiler_callback():
             return None
-        return self._noted(self._explain(self.recorder.step, 1.0, late), late, logging.DEBUG)
+        return self._noted(self._explain_kept(self.recorder.step, 1.0), late, logging.DEBUG)
 
     def _noted(self, found: Overflow, late: bool, level: int) -> Overflow:
         if isinstance(found.verdict, NotLocated):
@@ -205,6 +219,86 @@ class OverflowTrace(StepWatch):
             advice = "trace overflows on all ranks, and look at what the other ranks log"
             return Overflow(Communication(), suggestion=advice)
         return found
+
+    def _explain_kept(self, step: RecordedStep, scale: float) -> Overflow:
+        """Explain a step that was not recorded: a call of a model that went wrong in it runs once more."""
+        try:
+            with self._observation.quietly():
+                found = self._look_at_kept(step, scale)
+        except CannotRerun as error:
+            found = unlocated(str(error))
+        except Exception as error:
+            log.debug("a call of a model could not run again", exc_info=True)
+            found = unlocated(f"running a call of the model again raised {type(error).__name__}: {error}")
+        if isinstance(found.verdict, NotLocated) and found.suggestion is None:
+            found = replace(found, suggestion=_CATCH)
+        return found
+
+    def _look_at_kept(self, step: RecordedStep, scale: float) -> Overflow:
+        kept = step.kept
+        if kept.incomplete is not None or not kept.calls:
+            raise CannotRerun(kept.incomplete or "no call of a model that records gradients was seen in this step")
+        if current_graph_task() != -1:
+            raise CannotRerun("the optimizer steps within the backward pass")
+        if step.loss_is_nonfinite or not (step.losses or all(call.is_finite() for call in kept.calls)):
+            wrong = (call for call in kept.calls if not call.is_finite())
+            found = next(filter(None, (self._run_again(call, 1.0) for call in wrong)), None)
+            return found or unlocated(
+                "the outputs of the model were finite and the loss was not: code outside of the model made it"
+            )
+        for call in reversed(kept.calls):
+            seeds = call.seeds()
+            if nonfinite_value(*seeds):
+                return unlocated(
+                    "the loss was finite, and the gradients that came to the outputs of "
+                    f"{type(unwrapped(call.module)).__name__} were not: the backward pass of the loss made it"
+                )
+            if any(seed is not None for seed in seeds) and (found := self._run_again(call, scale, seeds)) is not None:
+                return found
+        raise CannotRerun("run again, the calls of the model gave finite gradients")
+
+    def _run_again(self, call: KeptCall, scale: float, seeds: Sequence[Tensor | None] = ()) -> Overflow | None:
+        """Run a call once more under a tape, undo what it writes, and explain it; None if nothing in it went wrong.
+
+        Args:
+            call: The call.
+            scale: The loss scale.
+            seeds: The gradients of its outputs, for a backward pass; none to look at its outputs.
+        """
+        if why := why_not_again(call.module):
+            raise CannotRerun(why)
+        with self.apart() as state, self.recorder.one_step(called_at=call.location) as recorded:
+            self.recorder.paused = False
+            assert recorded.recording is not None
+            tape = recorded.recording.tape
+            try:
+                outputs = call.run(self._casts)
+                refs = [tape.find(output) for output in outputs]
+                if seeds:
+                    self._seed(recorded, outputs, seeds)
+                else:
+                    recorded.loss_refs = refs
+            finally:
+                self.recorder.stop()
+                tape.undo()
+                state.restore()
+            if not seeds:
+                half = self.evidence(recorded, scale).follow()
+                origins = [origin for ref in refs if (origin := half.origin_of(ref)) is not None]
+                # As in masked scores that a model returns.
+                return None if all(one.intended for one in origins) else self._explain(recorded, scale)
+            if not nonfinite_value(*recorded.grads.values()):
+                return None
+            return self._explain(recorded, scale)
+
+    def _seed(self, recorded: RecordedStep, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+        """Run the backward pass of a call by the gradients of its outputs."""
+        pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None]
+        roots, given = [output for output, _ in pairs], [seed for _, seed in pairs]
+        leaves = reached_by(roots)[0]
+        with self.recorder.begin_backward(given):
+            grads = torch.autograd.grad(roots, leaves, given, allow_unused=True)
+        recorded.grads = dict(zip(leaves, grads, strict=True))
 
     def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
         """Return the first overflow of a loss and its gradients; see `autoamp.runtime.Handle.explain_overflow`.

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,13 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp.casting import Casts
 from autoamp.diagnostics.call_places import CallPlaces
+from autoamp.diagnostics.call_sites import user_frame
+from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls
 from autoamp.errors import UsageError
 from autoamp.patching import imitate
 from autoamp.scaling import local_of
-from autoamp.tape import Recording, Ref
+from autoamp.stepping import several_processes
+from autoamp.tape import CannotRerun, Recording, Ref
 from autoamp.tensors import compacted, iter_tensors, map_tensors
-from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, undisturbed
+from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, tracing_state, undisturbed
 
 __all__ = ["ModelCall", "RecordedStep", "StepRecorder", "unwrapped"]
 
@@ -34,15 +39,6 @@ log = logging.getLogger(__name__)
 _MAX_CALLS = 256
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
-
-
-@contextlib.contextmanager
-def _no_errors() -> Iterator[None]:
-    """Log an error in a ``with`` statement instead of raising it: the program goes on."""
-    try:
-        yield
-    except Exception:
-        log.debug("a step is not recorded", exc_info=True)
 
 
 def unwrapped(module: Module) -> Module:
@@ -82,7 +78,8 @@ class RecordedStep:
 
     Attributes:
         recording: Its tape; None if the step is not recorded.
-        calls: The outermost module calls, in their order.
+        calls: The outermost module calls on it, in their order.
+        kept: What is kept of calls that are not recorded.
         losses: The losses, without their graph. If steps are not recorded, those of one element.
         loss_refs: What the tape calls the losses.
         grads: Gradients that are not in the ``.grad`` of their parameters.
@@ -94,6 +91,7 @@ class RecordedStep:
 
     recording: Recording | None = None
     calls: list[ModelCall] = field(default_factory=list)
+    kept: KeptCalls = field(default_factory=KeptCalls)
     losses: list[Tensor] = field(default_factory=list)
     loss_refs: list[Ref | None] = field(default_factory=list)
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
@@ -113,6 +111,7 @@ class RecordedStep:
         if self.recording is not None:
             self.recording.stop()
         self.recording, self.calls = None, []
+        self.kept.drop()
 
 
 class _Inside(threading.local):
@@ -127,7 +126,8 @@ class StepRecorder:
     """Records steps.
 
     Args:
-        always: Whether all steps are recorded. If False, only watched steps are.
+        always: Whether all steps are recorded. If False, only watched steps are, and calls of the others are kept.
+        casts: How threads cast.
 
     Attributes:
         step: The current step. The tape of a skipped step stays until the next module call or loss.
@@ -135,7 +135,11 @@ class StepRecorder:
         paused: Whether nothing is recorded.
     """
 
-    def __init__(self, *, always: bool) -> None:
+    # Each call is told: it is recorded, or kept.
+    armed = True
+
+    def __init__(self, casts: Casts, *, always: bool) -> None:
+        self._casts = casts
         self.watched_steps = int(always)
         self.step = RecordedStep(is_watched=always)
         self.paused = False
@@ -145,7 +149,7 @@ class StepRecorder:
         self._graphs = compiled_graphs()
 
     @property
-    def armed(self) -> bool:
+    def records(self) -> bool:
         """Whether steps are recorded."""
         return self._always or self.watched_steps > 0
 
@@ -184,13 +188,23 @@ class StepRecorder:
             self._inside.recording = None
 
     @contextlib.contextmanager
-    def one_step(self) -> Iterator[RecordedStep]:
-        """Record what runs in a ``with`` statement as a step of its own."""
+    def one_step(self, called_at: str | None = None) -> Iterator[RecordedStep]:
+        """Record what runs in a ``with`` statement as a step of its own.
+
+        Args:
+            called_at: The line of the program that is said to call what the ``with`` statement calls; by default
+                the frames tell.
+        """
         outer, places = self.step.recording, self._places
         if outer is not None:
             outer.pause()
         before = self.step, self.watched_steps, self.paused
-        self.step, self.watched_steps, self.paused, self._places = RecordedStep(is_watched=True), 1, False, CallPlaces()
+        self.step, self.watched_steps, self.paused, self._places = (
+            RecordedStep(is_watched=True),
+            1,
+            False,
+            CallPlaces(called_at),
+        )
         self._record(limit=math.inf, undoes=True)
         try:
             yield self.step
@@ -248,7 +262,7 @@ class StepRecorder:
         if self.paused:
             return
         step, is_single = self._open_step(), loss.numel() == 1
-        if not (self.armed or is_single) or len(step.losses) >= _MAX_CALLS:
+        if not (self.records or is_single) or len(step.losses) >= _MAX_CALLS:
             return
         with undisturbed():
             value = loss.detach()
@@ -299,11 +313,31 @@ class StepRecorder:
         # Within a backward pass a checkpoint computes again what is recorded.
         return current_graph_task() == -1
 
-    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the record of a step with its first module call. It raises nothing."""
-        with _no_errors():
-            self._begin(module, args, kwargs)
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall | None:
+        """Begin the record of a step with its first module call, or keep the call. It raises nothing."""
+        kept = None
+        try:
+            if self.records:
+                self._begin(module, args, kwargs)
+            else:
+                kept = self._keep(module, args, kwargs)
+        except CannotRerun as error:
+            self.step.kept.incomplete = str(error)
+        except Exception:
+            log.debug("a step is not recorded", exc_info=True)
         self._inside.call = True
+        return kept
+
+    def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall | None:
+        kept = self._open_step().kept
+        if compiled_wrappers() or compiled_graphs() != self._graphs:
+            raise CannotRerun("the program uses torch.compile")
+        if several_processes():
+            raise CannotRerun("a call of a model of several processes does not run again")
+        if tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            raise CannotRerun("the call is traced, or captured in a CUDA graph")
+        caller = user_frame(sys._getframe(2))
+        return kept.begin(module, args, kwargs, self._casts.switches(), self._casts.device_type, caller)
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._open_step()
@@ -325,6 +359,13 @@ class StepRecorder:
         with undisturbed():
             step.calls.append(ModelCall(module, map_tensors(args, keep), map_tensors(kwargs, keep)))
 
-    def end(self, record: None, outputs: Any) -> None:
+    def end(self, record: KeptCall | None, outputs: Any) -> None:
         """Hear that the call has ended."""
         self._inside.call = False
+        if record is not None:
+            try:
+                self.step.kept.end(record, outputs)
+            except CannotRerun as error:
+                self.step.kept.incomplete = str(error)
+            except Exception:
+                log.debug("a call is not kept", exc_info=True)
