@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoamp.diagnostics.call_sites import ModulePaths, program_line, user_frame
 from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at
+from autoamp.modules import class_name
 from autoamp.patching import original_of
 from autoamp.tape import Place
 from autoamp.torch_private import Unnoticed, current_graph_task
@@ -96,4 +97,5 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         spelled = str(getattr(func, "__name__", ""))
         in_place = spelled.endswith("_") and not spelled.endswith("__")
         names = () if name is None else spelled_at(name, func, user)
-        return Place(name, path or root, program_line(user) or self._called_at, names, is_cast, in_place)
+        classes = tuple(class_name(type(module)) for module in self._modules)
+        return Place(name, path or root, program_line(user) or self._called_at, names, is_cast, in_place, classes)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.op_names import CASTS, fp32_entry
+from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with
+from autoamp.diagnostics.evidence import Evidence
+from autoamp.diagnostics.op_names import CASTS
 from autoamp.diagnostics.origins import Followed, Origin, bare_op
-from autoamp.diagnostics.step_recorder import RecordedStep, unwrapped
 from autoamp.diagnostics.verdicts import (
     Communication,
     HalfPrecisionOp,
@@ -23,78 +21,22 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
-from autoamp.tape import CannotRerun, Op, Place, Ref, Tape, everything, iter_refs
+from autoamp.tape import CannotRerun, Rerun, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
-__all__ = ["Evidence", "Named", "explain_evidence", "half_precision_finding", "named_tensors", "unlocated"]
+__all__ = ["explain_evidence", "half_precision_finding", "unlocated"]
 
 _MAX_SCALE_BITS = 40
-# So many entries are tried.
-_MAX_TRIALS = 4
-# All lists have these in half precision.
-_PRODUCTS = re.compile(r"mm|conv|dot|mv|lstm|gru|rnn|attention|linear")
-
-
-@dataclass(frozen=True)
-class Named:
-    """A tensor of a step that has a name.
-
-    Attributes:
-        kind: ``"input"``, ``"weight"``, ``"grad"`` or ``"loss"``.
-        name: That of the argument of ``forward``, or of the parameter or buffer.
-        model: The class of the model.
-        ref: What the tape calls it.
-        has_grad: Whether an input requires gradients: as a rule an op computed it.
-    """
-
-    kind: str
-    name: str
-    model: str
-    ref: Ref
-    has_grad: bool = False
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a verdict is found by, also on another machine.
-
-    Attributes:
-        tape: The step.
-        named: Its tensors that have names.
-        scale: The loss scale.
-        half_dtype: That of the handle.
-    """
-
-    tape: Tape
-    named: tuple[Named, ...]
-    scale: float
-    half_dtype: torch.dtype
-
-    def follow(self, in_fp32: Callable[[Op], bool] = lambda op: False, **options: Any) -> Followed:
-        """Run the tape again; the options are those of `Followed`."""
-        inputs = frozenset(one.ref.memory for one in self.named if one.kind == "input")
-        return Followed(self.tape, in_fp32, inputs=inputs, **options)
+# Gradients are those of fp32 if no element is off by more, in units in the last place of the largest one.
+_UNITS = 8
+# Gradients whose largest element is below this part of the largest one are not compared.
+_SMALL = 1e-3
+_MAX_LATER_OPS = 2
 
 
 def unlocated(why: str) -> Overflow:
     """Return the finding for a cause that was not found."""
     return Overflow(NotLocated(why))
-
-
-def named_tensors(step: RecordedStep, tape: Tape) -> tuple[Named, ...]:
-    """Return the tensors of a step that have names."""
-    found = [Named("loss", "loss", "", ref) for ref in step.loss_refs if ref is not None]
-    for call in step.calls:
-        root = unwrapped(call.module)
-        model = type(root).__name__
-        inputs = [(name, tensor, "input") for name, tensor in call.inputs()]
-        weights = [(name, tensor, "weight") for name, tensor in (*root.named_parameters(), *root.named_buffers())]
-        grads = [(name, step.grads.get(one, one.grad), "grad") for name, one in root.named_parameters()]
-        for name, tensor, kind in inputs + weights + grads:
-            # Sparse ones have no memory.
-            if tensor is not None and tensor.layout is torch.strided and (ref := tape.find(tensor)) is not None:
-                found.append(Named(kind, name, model, ref, kind == "input" and tensor.requires_grad))
-    return tuple(dict.fromkeys(found))
 
 
 def explain_evidence(step: Evidence) -> Overflow:
@@ -172,7 +114,7 @@ def _cause(step: Evidence, half: Followed, origin: Origin) -> Overflow:
         return _in_unknown_precision(origin, str(error))
     in_fp32 = _causes(step, wide)
     if not in_fp32:
-        return _proven(step, origin, half_precision_finding(step, origin, wide))
+        return half_precision_finding(step, origin, wide)
     first = in_fp32[0]
     if first.op is None:
         return _given_finding(step, wide, first)
@@ -200,91 +142,67 @@ def _half_dtype(step: Evidence, origin: Origin) -> torch.dtype:
 
 
 def half_precision_finding(step: Evidence, origin: Origin, wide: Followed) -> Overflow:
-    """Return the finding for an op that is finite in fp32."""
+    """Return the finding for an op that is finite in fp32, with the first entry that makes the step that of fp32."""
     assert origin.op is not None
-    is_backward = origin.op.phase == "backward"
     in_cast = origin.op.place.is_cast or origin.place.function in CASTS
     verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(_half_dtype(step, origin)), in_cast)
-    names = origin.place.names
+    found = _finding(origin, verdict)
+    names, casts = origin.place.names, []
+    if origin.op.phase == "backward" and names:
+        # The gradient may be too large for the results of earlier ops as well: it has their dtype.
+        places = [op.place for op in wide.too_large if not op.place.is_cast]
+        names = tuple(dict.fromkeys((*names, *(name for place in places for name in place.names))))
+        casts = [str(place.location) for place in places if place.function in CASTS]
+    entries = entries_for(step.tape, origin.op, names)
+    entry = next((one for one in entries if _heals(step, one)), None) or _with_later_ops(step, Entry(names))
+    if entry is not None:
+        advice = entry.advice(origin.place.in_place and set(entry.names) >= set(names))
+        return replace(found, suggestion=advice, fp32_names=entry.names, fp32_module=entry.module)
     advice = "compute it in fp32, or make its values smaller"
-    casts: list[str] = []
-    if is_backward:
+    if casts:
+        advice = f"make no half tensor at {casts[0]}, whose gradient is too large"
+    elif origin.op.phase == "backward":
         advice = "its gradient is too large: make the loss smaller, or run the op that makes it in fp32"
-        if names:
-            # The gradient may be too large for the results of earlier ops as well: it has their dtype.
-            places = [op.place for op in wide.too_large if not op.place.is_cast]
-            names = tuple(dict.fromkeys((*names, *(name for place in places for name in place.names))))
-            casts = [str(place.location) for place in places if place.function in CASTS]
-    entry = fp32_entry(names, origin.place.in_place)
-    if entry is not None and casts:
-        entry = f"{entry}, and make no half tensor at {casts[0]}, whose gradient is as large"
-    return replace(_finding(origin, verdict), suggestion=entry or advice, fp32_names=names)
+    return replace(found, suggestion=f"{advice}; no entry of a list was found that makes the step right")
 
 
-# -- entries that are tried on the tape --
+def _with_later_ops(step: Evidence, entry: Entry) -> Entry | None:
+    """Return an entry with the ops for which its results are too large; None if that is not enough."""
+    for _ in range(_MAX_LATER_OPS if entry.names else 0):
+        left = _causes(step, _run_with(step, entry, 1.0 / max(step.scale, 1.0)))
+        if not left or set(left[0].place.names) <= set(entry.names):
+            return None
+        entry = Entry(tuple(dict.fromkeys((*entry.names, *left[0].place.names))))
+        if _heals(step, entry):
+            return entry
+    return None
 
 
-def _proven(step: Evidence, origin: Origin, found: Overflow) -> Overflow:
-    """Return a finding whose entry was tried, if there is one that makes the step finite."""
-    assert origin.op is not None
-    if not found.fp32_names:
-        return found
-    if origin.op.place.is_cast or _is_half(origin.op):
-        is_proven = _is_finite_with(step, found.fp32_names)
-        return replace(found, suggestion=_tried(found.suggestion)) if is_proven else found
-    # The op is in fp32 already: what it gets was rounded to half.
-    names: tuple[str, ...] = ()
-    for op in itertools.islice(_half_ops_before(step.tape, origin.op), _MAX_TRIALS):
-        names = tuple(dict.fromkeys((*names, *op.place.names)))
-        if _is_finite_with(step, names):
-            return replace(found, suggestion=_tried(fp32_entry(names)), fp32_names=names)
-    advice = "compute in fp32 what it gets; no entry was found that makes the step finite"
-    return replace(found, suggestion=advice, fp32_names=())
+def _run_with(step: Evidence, entry: Entry, factor: float) -> Followed:
+    return step.follow(in_fp32_with(step.tape, entry.has, within=entry.module is not None), factor=factor)
 
 
-def _tried(suggestion: str | None) -> str:
-    return str(suggestion).replace("to the list file", "to the list file (tried)")
+def _heals(step: Evidence, entry: Entry) -> bool:
+    """Whether a step is finite with an entry, and its gradients are those of fp32."""
+    # At the scale of the step gradients may be too large, and without it too small.
+    for factor in dict.fromkeys((1.0, 1.0 / max(step.scale, 1.0))):
+        run = _run_with(step, entry, factor)
+        if not _causes(step, run):
+            return _has_gradients_of(step, run.rerun, Rerun(step.tape, everything, factor=factor).finish())
+    return False
 
 
-def _is_half(op: Op) -> bool:
-    return any(ref.dtype in HALF_DTYPES for ref in iter_refs((op.args, op.kwargs, op.outputs)))
-
-
-def _half_ops_before(tape: Tape, op: Op) -> Iterator[Op]:
-    """Yield the ops in half precision that an op's arguments were computed by, the last ones first."""
-    ops = list(tape.ops)
-    wanted = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
-    for earlier in reversed(ops[: ops.index(op)]):
-        if not wanted.isdisjoint(ref.memory for ref in iter_refs(earlier.outputs)):
-            wanted.update(ref.memory for ref in iter_refs((earlier.args, earlier.kwargs)))
-            if earlier.place.names and _is_half(earlier):
-                yield earlier
-
-
-def _is_finite_with(step: Evidence, names: tuple[str, ...]) -> bool:
-    """Whether the step is finite with all functions of these names in fp32, as an entry of a list makes them.
-
-    What gets their fp32 results computes in fp32 too, but for products and for what else half copies were made for.
-    """
-    casts: dict[int, Place] = {}
-    chosen: set[Place] = set()
-    wide: set[int] = set()
-    # Operators of a backward pass have the places of those of the forward pass.
-    for op in (op for op in step.tape.ops if op.phase != "backward"):
-        feeding = {casts[ref.memory] for ref in iter_refs((op.args, op.kwargs)) if ref.memory in casts}
-        is_half = any(ref.dtype in HALF_DTYPES for ref in iter_refs(op.outputs))
-        is_promoted = any(ref.memory in wide for ref in iter_refs((op.args, op.kwargs)))
-        if op.place.is_cast:
-            casts.update({ref.memory: op.place for ref in iter_refs(op.outputs)})
-            # A cast to fp32 of what is fp32 by the entry, whose gradient is then fp32 too.
-            chosen |= {op.place} if is_promoted and not is_half else set()
-        elif not set(names).isdisjoint(op.place.names):
-            chosen |= {op.place, *feeding}
-            wide.update(ref.memory for ref in iter_refs(op.outputs))
-        elif is_promoted and not (is_half and (feeding or op.place.function in CASTS or _PRODUCTS.search(op.name))):
-            chosen.add(op.place)
-            wide.update(ref.memory for ref in iter_refs(op.outputs))
-    return not _causes(step, step.follow(lambda op: op.place in chosen, factor=1.0 / max(step.scale, 1.0)))
+def _has_gradients_of(step: Evidence, run: Rerun, wide: Rerun) -> bool:
+    """Whether gradients are those of a run in fp32, but for as much as the rest in half precision explains."""
+    pairs = step.values("grad", run, wide)
+    largest = [float(full.abs().max()) for _, _, full in pairs]
+    apart = [
+        float((half - full).abs().max()) / size
+        for (_, half, full), size in zip(pairs, largest, strict=True)
+        if size > _SMALL * max(largest)
+    ]
+    usual = sorted(apart)[(len(apart) - 1) // 2] if apart else 0.0
+    return all(one <= max(_UNITS * torch.finfo(step.half_dtype).eps, 2.0 * usual) for one in apart)
 
 
 def _given_finding(step: Evidence, run: Followed, origin: Origin) -> Overflow:

@@ -217,7 +217,7 @@ class Followed:
 def _taken_by(place: Place, op: Op) -> Place:
     """Return the place of a cast as that of the operator that it was made for."""
     function, taken = bare_op(op), op.place
-    return Place(function, place.module, taken.location, taken.names, place.is_cast, taken.in_place)
+    return Place(function, place.module, taken.location, taken.names, place.is_cast, taken.in_place, place.classes)
 
 
 def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:

@@ -22,7 +22,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
-from autoamp.diagnostics.findings import Evidence, explain_evidence, named_tensors, unlocated
+from autoamp.diagnostics.evidence import Evidence, named_tensors
+from autoamp.diagnostics.findings import explain_evidence, unlocated
 from autoamp.diagnostics.kept_calls import KeptCall, why_not_again
 from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation

@@ -119,7 +119,8 @@ class Overflow:
         suggestion: What to do; for a half-precision op the entry of a list file that avoids it.
         value: ``"inf"`` or ``"nan"``, whichever the op made; ``"nan"`` where it made both.
         fp32_names: For a half-precision op the names that the suggested entry has: those under which it was called,
-            such as ``("__mul__", "__rmul__")``. Empty where no list can name it.
+            such as ``("__mul__", "__rmul__")``. Empty where no such entry helps.
+        fp32_module: The class that the suggested entry has under ``[modules]``, such as ``"__main__.Norm"``.
     """
 
     verdict: OverflowVerdict
@@ -133,6 +134,7 @@ class Overflow:
     suggestion: str | None = None
     value: str | None = None
     fp32_names: tuple[str, ...] = ()
+    fp32_module: str | None = None
 
     @property
     def kind(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.call import CallRecorder, build_module_call
 from autoamp.modules.half_models import CastModels, ForwardDtypes
-from autoamp.modules.precisions import ModulePrecisions, Override, check_module_rules
+from autoamp.modules.precisions import ModulePrecisions, Override, check_module_rules, class_name
 from autoamp.modules.recompute import (
     build_function_backward,
     build_function_context,
@@ -29,4 +29,5 @@ __all__ = [
     "build_parallel_apply",
     "build_recompute",
     "check_module_rules",
+    "class_name",
 ]

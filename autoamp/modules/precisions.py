@@ -18,7 +18,7 @@ from autoamp.modules.tags import ModuleTags
 from autoamp.patching import nearest, resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule, located
 
-__all__ = ["ModulePrecisions", "Override", "check_module_rules"]
+__all__ = ["ModulePrecisions", "Override", "check_module_rules", "class_name"]
 
 _GLOB = frozenset("*?[")
 
@@ -299,8 +299,7 @@ def _names_of_classes(base: type[Module]) -> set[str]:
     """Return the dotted names of all classes that derive from one; those of torch by their names in `torch.nn`."""
     names: set[str] = set()
     for cls in base.__subclasses__():
-        in_torch = getattr(torch.nn, cls.__name__, None) is cls
-        names.add(f"torch.nn.{cls.__name__}" if in_torch else _name_of(cls))
+        names.add(class_name(cls))
         names |= _names_of_classes(cls)
     return names
 
@@ -329,6 +328,12 @@ def _is_named(cls: type, dotted: str) -> bool:
     """Tell whether a class, or one it derives from, goes by a dotted name: its own, or one it is exported by."""
     exported = _class_at(dotted)
     return any(base is exported or _name_of(base) == dotted for base in cls.__mro__)
+
+
+def class_name(cls: type) -> str:
+    """Return the dotted name of a class of modules for a list; of torch's classes that in `torch.nn`."""
+    in_torch = getattr(torch.nn, cls.__name__, None) is cls
+    return f"torch.nn.{cls.__name__}" if in_torch else _name_of(cls)
 
 
 def _name_of(cls: type) -> str:

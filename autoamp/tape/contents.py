@@ -51,6 +51,7 @@ class Place(NamedTuple):
         names: All names under which lists have the function, as it was called there.
         is_cast: Whether it is a cast that was made for another function.
         in_place: Whether the function writes to its first argument.
+        classes: The classes of the modules around it, outermost first, as lists have them.
     """
 
     function: str | None = None
@@ -59,6 +60,7 @@ class Place(NamedTuple):
     names: tuple[str, ...] = ()
     is_cast: bool = False
     in_place: bool = False
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, slots=True)

@@ -17,7 +17,7 @@ from autoamp.torch_private import OpOverload, undisturbed
 
 __all__ = ["escaped", "load_tape", "save_tape"]
 
-_FORMAT, _VERSION = "autoamp.tape", 2
+_FORMAT, _VERSION = "autoamp.tape", 3
 _PHASES = ("forward", "backward", "recomputation")
 # Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.
 _NAMESPACES = ("aten", "mkldnn", "torchvision")
@@ -172,9 +172,10 @@ def _event(value: Any) -> Load | Seed | Op:
 
 def _place(value: Any) -> Place:
     match value:
-        case [function, module, location, list(names), bool(is_cast), bool(in_place)]:
+        case [function, module, location, list(names), bool(is_cast), bool(in_place), list(classes)]:
             texts = [None if text is None else escaped(text) for text in (function, module, location)]
-            return Place(texts[0], texts[1], texts[2], tuple(map(escaped, names)), is_cast, in_place)
+            named, around = tuple(map(escaped, names)), tuple(map(escaped, classes))
+            return Place(texts[0], texts[1], texts[2], named, is_cast, in_place, around)
     raise ValueError(value)
 
 

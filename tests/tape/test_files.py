@@ -54,7 +54,7 @@ class Evil:
     ("change", "message"),
     [
         (lambda found: found.update(format="other"), "expected the format 'autoamp.tape'"),
-        (lambda found: found.update(version=1), "has version 1 of the format, expected 2"),
+        (lambda found: found.update(version=1), "has version 1 of the format, expected 3"),
         (lambda found: found.pop("events"), "entry 0 is malformed"),
         (lambda found: found["events"].insert(0, ["load", "x"]), "entry 0 is malformed"),
         (lambda found: first_op(found).__setitem__(1, "aten::nothing\x1b"), r"'aten::nothing\\\\x1b', which torch"),

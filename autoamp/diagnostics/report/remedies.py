@@ -14,6 +14,8 @@ __all__ = ["as_toml", "remedies"]
 def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[str, Any]]:
     """Return entries for a list file: ``policy``, ``op``, ``evidence``, and ``now``, the rule in force.
 
+    The policy is ``"fp32"``, or ``"modules"`` where ``op`` is a class of modules that is to run in fp32.
+
     Args:
         overflows: The faults of a report, and its groups of skips.
         table: The rules in force.
@@ -22,7 +24,11 @@ def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[st
     for one in overflows:
         times = f"{counted(one['count'], 'skip')}; first: " if "count" in one else ""
         evidence = " ".join(f"{times}{one['sentence']}".split())
-        for op in () if one["overflow"] is None else one["overflow"]["fp32_names"]:
+        finding = one["overflow"] or {"fp32_names": (), "fp32_module": None}
+        if (module := finding["fp32_module"]) is not None:
+            entry = {"policy": "modules", "op": module, "evidence": evidence, "now": "as the rest of the list says"}
+            found.setdefault(module, entry)
+        for op in finding["fp32_names"]:
             rule = table.policy_of(op)
             now = "on no list" if rule is None else f"{rule.policy.value} by {rule.origin}"
             found.setdefault(op, {"policy": "fp32", "op": op, "evidence": evidence, "now": now})
@@ -32,8 +38,12 @@ def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[st
 def as_toml(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a list file with these entries, each with its evidence as a comment; none without entries."""
     # A JSON string is a basic string of TOML. A comment holds no control characters.
-    lines = [
-        f"    {json.dumps(one['op'])},  # {''.join(c if c.isprintable() else ' ' for c in one['evidence'])}"
-        for one in entries
-    ]
-    return ["schema = 1", "fp32 = [", *lines, "]"] if lines else []
+    lines: dict[str, list[str]] = {"fp32": [], "modules": []}
+    for one in entries:
+        evidence = "".join(c if c.isprintable() else " " for c in one["evidence"])
+        is_module = one["policy"] == "modules"
+        text = f'{json.dumps(one["op"])} = "fp32"' if is_module else f"    {json.dumps(one['op'])},"
+        lines[one["policy"]].append(f"{text}  # {evidence}")
+    found = ["fp32 = [", *lines["fp32"], "]"] if lines["fp32"] else []
+    found += ["[modules]", *lines["modules"]] if lines["modules"] else []
+    return ["schema = 1", *found] if found else []

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoamp.diagnostics.findings import Evidence, half_precision_finding
+from autoamp.diagnostics.evidence import Evidence
+from autoamp.diagnostics.findings import half_precision_finding
 from autoamp.diagnostics.origins import Followed, Origin
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.tables import first_of
