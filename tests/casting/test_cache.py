@@ -31,37 +31,6 @@ def casts() -> Casts:
 # -- parameters --
 
 
-def test_casts_to_half_within_a_module_call_alone_are_kept(casts: Casts) -> None:
-    parameter, half = Parameter(torch.ones(2)), Parameter(torch.ones(2, dtype=torch.bfloat16))
-    assert casts.to_half(parameter) is not casts.to_half(parameter)
-    assert casts.to_half(parameter) is casts.to_half(parameter)
-    assert casts.to_half([parameter])[0] is casts.to_half({"weight": parameter})["weight"] is casts.to_half(parameter)
-    assert casts.to_fp32(half) is not casts.to_fp32(half)
-    assert len(casts.cache) == 1
-    casts.cache.clear()
-    assert len(casts.cache) == 0
-    assert casts.local.entries == {}
-    casts.local.entries = None
-    casts.cache.clear()
-    assert casts.to_half(parameter) is not casts.to_half(parameter)
-    assert casts.local.entries is None
-    assert len(casts.cache) == 0
-
-
-def test_pinned_casts_count_once_they_are_made(casts: Casts) -> None:
-    kept, unused, other = (Parameter(torch.ones(2)) for _ in range(3))
-    with casts.cache.pin([kept, unused]), torch.no_grad():
-        assert len(casts.cache) == 0
-        assert casts.to_half(kept) is casts.to_half(kept)
-        assert len(casts.cache) == 1
-        assert casts.to_half(other) is not casts.to_half(other)
-        assert len(casts.cache) == 2
-        with casts.cache.pin([kept]):
-            pass
-        assert len(casts.cache) == 2
-    assert len(casts.cache) == 1
-
-
 def test_cache_leaves_out_what_needs_no_cast_or_has_no_version(casts: Casts) -> None:
     for parameter in (Parameter(torch.ones(2, dtype=torch.float64)), Parameter(torch.ones(2).half())):
         assert casts.to_half(parameter) is parameter
@@ -97,17 +66,6 @@ def test_a_cast_in_inference_mode_has_a_version(casts: Casts) -> None:
         assert casts.to_half(parameter) is first
         first.mul_(2)
     assert torch.equal(casts.to_half(parameter), parameter.half())
-
-
-def test_an_entry_references_the_old_storage_so_that_its_address_stays_taken(casts: Casts) -> None:
-    parameter = Parameter(torch.zeros(1000))
-    assert casts.to_half(parameter) is not casts.to_half(parameter)
-    assert len(casts.cache) == 1
-    address = parameter.data_ptr()
-    for value in range(1, 20):
-        parameter.data = torch.full((1000,), float(value))
-        assert parameter.data_ptr() != address
-    assert torch.equal(casts.to_half(parameter), torch.full((1000,), 19.0).half())
 
 
 # -- the last activation --

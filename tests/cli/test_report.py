@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,19 +74,6 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
 )  # fmt: skip
 def test_summary(changes: dict[str, Any], summary: str) -> None:
     assert replace(REPORT, **changes).summary() == f"autoamp: {summary} 12.3 s"
-
-
-def test_summary_tells_of_a_list_in_a_parent_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    # A program that changes its folder, and whose process removes it.
-    monkeypatch.chdir(tmp_path)
-    summaries = [
-        replace(REPORT, lists=(str(file),), folder=str(run)).summary()
-        for file in (tmp_path / "autoamp.toml", run / "a.toml")
-    ]
-    assert f"; lists {tmp_path / 'autoamp.toml'} of a parent folder; " in summaries[0]
-    assert "; lists a.toml; " in summaries[1]
 
 
 def test_summary_tells_of_parameters_in_half_precision() -> None:

@@ -15,7 +15,6 @@ from autoamp.cli.options import Options
 from autoamp.cli.session import set_up
 from autoamp.compat import fastai1, uninstall
 from autoamp.compat.alias import options as alias_options
-from autoamp.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -85,19 +84,6 @@ def test_fastai_is_mended_where_that_is_asked_for(asked: bool, folder: Path) -> 
     assert (module.torch is not torch) is asked
     fastai1.disable()
     assert module.torch is torch
-
-
-def test_a_real_apex_is_found_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "apex").mkdir()
-    for name in ("__init__", "amp"):
-        (tmp_path / "apex" / f"{name}.py").write_text("", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    run = set_up(Options(opt_level="O0"))
-    uninstall()
-    assert run.real_apex is not None
-    assert importlib.util.find_spec("apex").origin == run.real_apex  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match="--shadow-apex"):
-        set_up(Options(opt_level="O2"))
 
 
 def test_a_summary_tells_of_the_list_of_a_parent_folder_after_the_program_changes_its_own(

@@ -57,33 +57,6 @@ def compared(handle: Any, apart: Any, change: Any, backend: Any = None) -> dict[
     return {path.name: path for path in found.paths}
 
 
-def test_consistent_model(bf16: Any) -> None:
-    model = nn.Sequential(
-        nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Unflatten(1, (4, 4)),
-        nn.LSTM(4, 4, batch_first=True),
-    )  # fmt: skip
-    found = bf16.consistency(model, torch.randn(8, 16), backend="eager")
-    assert str(found).splitlines() == [f"{name}: the same" for name in PATHS]
-    assert found.is_consistent
-
-
-def test_dtype_without_gradients(bf16: Any) -> None:
-    found = compared(bf16, lambda: not torch.is_grad_enabled(), in_fp32, backend="eager")
-    # The backward pass of a reentrant checkpoint has gradients on, its first call has none.
-    same = {"checkpoint(use_reentrant=False)", "a thread, as of DataParallel", "torch.compile"}
-    for name in set(PATHS) - same:
-        one = found[name].dtype
-        assert one is not None
-        assert (one.op, one.module, one.expected, one.found) == (
-            "torch.nn.functional.linear", "middle", "bfloat16", "float32"
-        )  # fmt: skip
-        assert one.location is not None
-        assert one.location.endswith(f"test_consistency.py:{in_fp32.__code__.co_firstlineno + 2}")
-        assert one.reason is not None
-        assert one.reason.startswith("casts are off here and on in training; fp16 by 'linear' in ")
-    assert all(found[name] == ComparedPath(name) for name in same)
-
-
 def test_bits_without_gradients(bf16: Any) -> None:
     found = compared(bf16, lambda: not torch.is_grad_enabled(), rounded)
     one = found["no_grad"].bits
@@ -287,32 +260,6 @@ class Writes(nn.Module):
             state.add_(1)
         random.random()
         return self.norm(F.dropout(self.linear(x), 0.5)) + self.teacher(x)
-
-
-def test_nothing_is_changed(bf16: Any) -> None:
-    torch.manual_seed(0)
-    model, x, counts = Writes(), torch.randn(4, 8), bf16.count()
-    state = torch.zeros(2)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    queue, plain = model.queue, model.plain
-    states = torch.get_rng_state(), random.getstate()
-    fired = []
-    model.linear.weight.register_post_accumulate_grad_hook(fired.append)
-    found = bf16.consistency(model, x, state=state, backend="eager")
-    assert [path.failed for path in found.paths] == [None] * len(PATHS)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert model.queue is queue
-    assert not plain.any()
-    assert not state.any()
-    assert (model.training, model.calls, model.seen) == (True, 0, [])
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert fired == []
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert counts.as_dict()["ops"] == {}
-    # The graph of a step that was made before is still valid, and casts are on.
-    assert model.linear(x).dtype is torch.bfloat16
 
 
 def test_graph_that_was_made_before_stays_valid(bf16: Any) -> None:

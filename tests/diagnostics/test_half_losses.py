@@ -265,15 +265,6 @@ def test_steps_after_one_that_raised_are_looked_at(half: torch.dtype, record: An
     assert [row["kind"] for row in record()] == ["updates"]
 
 
-def test_a_class_without_a_step_of_its_own_is_torchs(half: torch.dtype, record: Any) -> None:
-    class Named(AdamW):
-        pass
-
-    model = Norm(half)
-    with pytest.warns(UserWarning, match="in fp32 of 0.0%"):
-        train(model, Named(model.parameters(), small(half) / 4, eps=1e-4))
-
-
 @pytest.mark.parametrize("hook", ["of the sum", "of the gradient", "of the step"])
 def test_gradients_that_hooks_of_the_program_change_are_not_lost(hook: str, half: torch.dtype, record: Any) -> None:
     model = Norm(half)
@@ -352,26 +343,6 @@ def test_fp32_and_o2_are_left_alone(half: torch.dtype) -> None:
             optimizer.load_state_dict(optimizer.state_dict())
         assert handle.report()["half_losses"] == []
         handle.deactivate()
-
-
-def test_o3_swallows_updates_too(half: torch.dtype) -> None:
-    model = Norm(torch.float32)
-    model, optimizer = autoamp.initialize(
-        model, SGD(model.parameters(), small(half)), opt_level="O3", dtype=half, device_type="cpu", verbosity=0,
-        loss_scale=128.0,
-    )  # fmt: skip
-    handle = autoamp.current_handle()
-    handle.record()
-
-    def train_o3() -> None:
-        for _ in range(STEPS):
-            with autoamp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as loss:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with pytest.warns(UserWarning, match=r"step 4 of SGD changed no bit of 100.0% .* Norm.scale, Norm.weight"):
-        train_o3()
 
 
 # -- gradients summed in half --
@@ -492,15 +463,6 @@ def test_state_that_loses_nothing_is_not_told(kind: Any, half: torch.dtype, reco
     assert record() == []
 
 
-def test_fp32_values_that_half_precision_has_are_not_told(half: torch.dtype, record: Any) -> None:
-    model = Norm(half)
-    optimizer = Moments(model.parameters(), 0.25)
-    state = {"state": {0: {"moment": torch.ones(8)}}, "param_groups": optimizer.state_dict()["param_groups"]}
-    optimizer.load_state_dict(state)
-    assert optimizer.state[model.scale]["moment"].dtype is half
-    assert record() == []
-
-
 # -- buffers --
 
 
@@ -533,27 +495,6 @@ def test_a_buffer_that_stops_counting_is_told(half: torch.dtype, record: Any) ->
         train(model, SGD(model.parameters(), 0.25), 65)
     assert float(model.steps) == end
     assert [row["kind"] for row in record()] == ["buffer counts"]
-
-
-def test_a_buffer_under_o2_stops_counting_too() -> None:
-    model = Counts(torch.float32)
-    # O2 casts no buffer without dimensions.
-    model.steps = torch.full((2,), 2000.0)
-    model, optimizer = autoamp.initialize(
-        model, SGD(model.parameters(), 1e-3), opt_level="O2", dtype=torch.float16, device_type="cpu", verbosity=0,
-        loss_scale=1.0,
-    )  # fmt: skip
-    handle = autoamp.current_handle()
-    handle.record()
-
-    def train_o2() -> None:
-        for _ in range(65):
-            with autoamp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as loss:
-                loss.backward()
-            optimizer.step()
-
-    with pytest.warns(UserWarning, match=r"the float16 buffer Counts.steps stopped counting at 2048"):
-        train_o2()
 
 
 SETS: dict[str, Callable[[int], float]] = {

@@ -29,14 +29,6 @@ class Writer:
         return [(value, step) for name, value, step in self.scalars if name == "autoamp/skipped"]
 
 
-class Run:
-    def __init__(self) -> None:
-        self.logged: list[dict[str, float]] = []
-
-    def log(self, values: dict[str, float]) -> None:
-        self.logged.append(values)
-
-
 def init(**options: Any) -> Any:
     return autoamp.init(device_type="cpu", **{"dtype": torch.float16, "loss_scale": 64.0, **options})
 
@@ -63,64 +55,11 @@ def train(handle: Any, factors: list[float], optimizer: torch.optim.Optimizer, n
         optimizer.step()
 
 
-def test_followers_step_on_landed_steps_alone(net: Any) -> None:
-    handle, optimizer = init(loss_scale="dynamic"), sgd(net)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    seen: list[float] = []
-    end = handle.follow(scheduler, lambda: seen.append(float(net.weight.detach()[0, 0])))
-    writer, run = Writer(), Run()
-    handle.log_to(writer, every=1)
-    handle.log_to(run, every=2)
-    train(handle, [1.0, INF, 1.0, INF], optimizer, net)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    # The weights as each step left them.
-    assert seen[-1] == float(net.weight.detach()[0, 0])
-    assert len(seen) == 2
-    assert handle.stats == {
-        "loss_scale": 16384.0, "loss_scales": [16384.0], "steps": 4, "skipped": 2, "last_step_skipped": True,
-        "found_inf": [2], "nonfinite": 0, "casts": {}, "overflows": {},
-    }  # fmt: skip
-    assert handle.postfix() == {"scale": "16384", "skipped": "2"}
-    assert writer.skipped() == [(0.0, 1), (1.0, 2), (1.0, 3), (2.0, 4)]
-    assert run.logged == [
-        {"autoamp/loss_scale": 32768.0, "autoamp/skipped": 1.0},
-        {"autoamp/loss_scale": 16384.0, "autoamp/skipped": 2.0},
-    ]
-    end()
-    train(handle, [1.0], optimizer, net)
-    assert len(seen) == 2
-
-
-class Ema:
-    """As of torch_ema: `update()` moves averages of the weights."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.params = list(net.parameters())
-        self.averages = [param.detach().clone() for param in self.params]
-        self.updates = 0
-
-    def update(self) -> None:
-        self.updates += 1
-        torch._foreach_lerp_(self.averages, [param.detach() for param in self.params], 0.5)
-
-
 class EmaOfModel(nn.Module):
     """As of timm: `update(model)`."""
 
     def update(self, model: nn.Module) -> None:
         pass
-
-
-def test_averages_of_weights_follow_landed_steps(net: Any) -> None:
-    handle, optimizer = init(), sgd(net)
-    ema, averaged = Ema(net), torch.optim.swa_utils.AveragedModel(net)
-    expected = net.weight.detach().clone()
-    handle.follow(ema, lambda: averaged.update_parameters(net))
-    for factor in (1.0, INF, 1.0):
-        train(handle, [factor], optimizer, net)
-        expected.lerp_(net.weight.detach(), 0.0 if factor == INF else 0.5)
-    assert (ema.updates, int(averaged.n_averaged)) == (2, 2)
-    assert torch.equal(ema.averages[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -133,36 +133,6 @@ def test_each_fault_is_told_and_no_line_is_wrong(mode: str, fault: str, traced: 
         assert not any(isinstance(one.verdict, NotLocated) for one in overflows)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_clean_runs_are_bitwise_equal(mode: str) -> None:
-    with run(mode) as handle:
-        told = weights(handle.net), handle.overflows, handle.stats["nonfinite"]
-    with run(mode, trace_overflow=True) as handle:
-        assert told == (weights(handle.net), (), 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*is skipped:UserWarning")
-@pytest.mark.parametrize("mode", ["bf16", "fp32"])
-def test_what_is_done_with_a_step_without_a_scale(mode: str) -> None:
-    with warnings.catch_warnings(record=True) as caught, run(mode, "data") as handle:
-        warnings.simplefilter("always")
-        assert any(map(math.isnan, weights(handle.net)))
-        assert (handle.stats["nonfinite"], handle.stats["skipped"]) == (6, 0)
-    told = [str(one.message) for one in caught if "has inf or nan" in str(one.message)]
-    # Once; the others are counted.
-    assert len(told) == 1
-    assert told[0].startswith("step 3 of SGD has inf or nan in the gradients of Net.first.weight")
-    with run(mode, faulty=0) as handle:
-        before = weights(handle.net)
-    with run(mode, "data", on_nonfinite="skip") as handle:
-        assert weights(handle.net) == before
-        assert (handle.stats["nonfinite"], handle.stats["skipped"]) == (6, 6)
-        # Nobody asked: the steps after the first one are looked at all the same.
-        assert "input x of Net holds nan" in str(handle.last_overflow)
-    with pytest.raises(autoamp.NonFiniteGradientsError, match="step 3 of SGD"), run(mode, "data", on_nonfinite="raise"):
-        pass
-
-
 def test_an_own_scaler_keeps_its_numbers() -> None:
     with run("own GradScaler", "data", clean=2, faulty=5) as handle:
         assert handle.stats["skipped"] == 5
@@ -232,8 +202,3 @@ def test_a_loss_keeps_no_outputs_that_it_is_an_element_of() -> None:
     expired = torch.UntypedStorage._expired(storage)
     torch.UntypedStorage._free_weak_ref(storage)
     assert expired
-
-
-def test_a_bad_choice_is_told() -> None:
-    with pytest.raises(autoamp.UsageError, match="'ignore' is unknown; choose 'warn', 'raise', 'skip'"):
-        autoamp.init(device_type="cpu", on_nonfinite="ignore")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import autoamp
 from autoamp.diagnostics import Call, Observer
@@ -83,46 +82,6 @@ def test_an_observer_gets_each_call_with_its_module_and_dtypes(handle: autoamp.H
     ]
 
 
-def test_several_are_told_in_order_and_back(handle: autoamp.Handle) -> None:
-    order: list[str] = []
-
-    class Named(Observer):
-        def __init__(self, name: str) -> None:
-            self.before = lambda call: order.append(f"{name} before")  # type: ignore[method-assign]
-            self.after = lambda call, state, result: order.append(f"{name} after")  # type: ignore[method-assign]
-
-    with handle.observe(Named("a")), handle.observe(Named("b")):
-        torch.exp(torch.ones(1))
-    assert order == ["a before", "b before", "b after", "a after"]
-
-
-def test_threads_have_modules_of_their_own(handle: autoamp.Handle) -> None:
-    sites: list[tuple[str, str | None]] = []
-    barrier = threading.Barrier(2, timeout=20)
-
-    class Sites(Observer):
-        def before(self, call: Call) -> None:
-            sites.append((threading.current_thread().name, call.site.module))
-
-    class Waits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Any:
-            barrier.wait()
-            return self.inner(x)
-
-    model = nn.ModuleDict({"one": Waits(), "two": Waits()})
-    with handle.observe(Sites()):
-        threads = [threading.Thread(target=model[name], args=(torch.ones(1, 2),), name=name) for name in ("one", "two")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert sorted(sites) == [("one", "inner"), ("two", "inner")]
-
-
 def test_it_ends_with_the_handle(handle: autoamp.Handle) -> None:
     notes = Notes()
     watch = handle.observe(notes)
@@ -131,9 +90,3 @@ def test_it_ends_with_the_handle(handle: autoamp.Handle) -> None:
     assert notes.over == 1
     with pytest.raises(autoamp.UsageError, match="not active"):
         handle.observe(Notes())
-
-
-def test_only_observers_are_taken(handle: autoamp.Handle) -> None:
-    with pytest.raises(autoamp.UsageError, match="not a list"):
-        handle.observe([])  # type: ignore[arg-type]
-    torch.exp(torch.ones(1))

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.diagnostics import (
@@ -793,19 +792,6 @@ def test_another_thread_trains_while_a_loss_is_explained() -> None:
     assert all(param.grad is not None for param in other.parameters())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_explain_within_checkpoints(reentrant: bool) -> None:
-    """`torch.autograd.grad` raises for a reentrant checkpoint. An overflow before that is located all the same."""
-
-    class Checkpointed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
-
-    handle, net = started(traced=False), Checkpointed(squared)
-    found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4, requires_grad=True))))
-    assert (found.kind, found.op, found.location) == ("half_precision_op", "mul", BIG_TIMES_BIG)
-
-
 def test_explain_between_forward_and_loss_leaves_the_watch_of_the_step() -> None:
     handle, net = started(64.0), Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -816,25 +802,6 @@ def test_explain_between_forward_and_loss_leaves_the_watch_of_the_step() -> None
     optimizer.step()
     assert handle.last_overflow is not None
     assert handle.last_overflow.op == "pow"
-
-
-@pytest.mark.parametrize("precision", ["fp32", "half"])
-def test_a_loss_that_overflows_later_is_located_at_once(precision: str) -> None:
-    big = [1.0]
-
-    def loss(out: Tensor) -> Tensor:
-        size = (out.half() if precision == "half" else out.float()).abs() * big[0]
-        return size.sqrt().pow(4).mean()
-
-    def data(x: Tensor, step: int) -> Tensor:
-        big[0] = 1.0 if step not in (4, 6) else 1e4 if precision == "half" else 1e30
-        return x
-
-    found = train(Net(), loss=loss, data=data, steps=8, lists={"none": ["pow"]}).overflows
-    assert [one.iteration for one in found] == [4, 6]
-    for one in found:
-        assert (one.op, one.phase, one.location) == ("pow", "forward", line_of(loss, "pow(4)"))
-        assert one.kind == {"half": "half_precision_op", "fp32": "not_finite_in_fp32"}[precision]
 
 
 def modes() -> int:
@@ -882,22 +849,6 @@ def test_modes_of_the_program_that_end_within_the_loss(kind: Callable[[], Any], 
 
     assert found_in(train(Net(), loss=loss, data=data)).location == line_of(loss, "pow(2)")
     assert modes() == 0
-
-
-def test_a_compiled_loss_is_left_alone() -> None:
-    def trained(traced: bool) -> Tensor:
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        loss = torch.compile(mean_square, backend="eager")
-        net, handle = nn.Linear(4, 4), started(64.0, traced=traced)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(3):
-            take_step(handle, net, optimizer, loss)
-        assert handle.skipped_steps == 0
-        handle.deactivate()
-        return net.weight.detach()
-
-    assert torch.equal(trained(True), trained(False))
 
 
 @pytest.mark.parametrize("when", ["before the handle", "after the handle", "after a step"])
@@ -1230,16 +1181,6 @@ def test_flags_that_stay_on_the_device() -> None:
     # By now nothing is watched any more.
     assert len(scaler.unread) == 1
     assert handle.stats["found_inf"] == [2]
-
-
-def test_two_optimizers_that_step_by_one_loss() -> None:
-    handle, net = started(), Net(squared)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.first, net.last)]
-    with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizers) as scaled:
-        scaled.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [one.location for one in handle.overflows] == [BIG_TIMES_BIG] * 2
 
 
 def test_o2() -> None:

@@ -57,22 +57,6 @@ def test_a_loss_module_made_for_one_call() -> None:
     assert found.iteration == 1
 
 
-@pytest.mark.parametrize("factors", [(1.0, 1e-6), (1.0, -1.0)])
-def test_gradients_of_two_losses_that_are_too_large_for_half(factors: tuple[float, float]) -> None:
-    handle, net = started(DynamicLossScaler(2.0**24)), Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    # In the first step ops are watched, which would tell.
-    for size in (1e-9, 1.0):
-        out = net(torch.randn(5, 4))
-        for factor in factors:
-            with handle.scale_loss(out.float().sum() * factor * size, optimizer) as scaled:
-                scaled.backward(retain_graph=True)
-        optimizer.step()
-    found = found_in(handle)
-    assert isinstance(found.verdict, ScaleSearch), str(found)
-    assert found.iteration == 1
-
-
 @pytest.mark.parametrize("marked", ["input", "parameters"])
 def test_a_model_of_tensors_of_a_subclass(marked: str) -> None:
     net = Net(squared)

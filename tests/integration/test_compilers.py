@@ -371,20 +371,6 @@ def test_inductor(tmp_path: Path) -> None:
 # -- torch.jit --
 
 
-@pytest.mark.parametrize("cls", MODELS)
-def test_what_is_scripted_after_init_runs_as_scripted_before(cls: Any) -> None:
-    model, x = cls().eval(), torch.randn(cls.shape)
-    scripted = torch.jit.script(model)
-    expected = scripted(x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = scripted(x)
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    scripted = torch.jit.script(model)
-    assert torch.equal(scripted(x), cast)
-    with handle.disable_casts():
-        assert torch.equal(scripted(x), expected)
-
-
 @torch.jit.script_if_tracing
 def scripted_if_traced(x: Tensor) -> Tensor:
     return torch.sigmoid(x) if x.sum() > 0 else x
@@ -444,31 +430,6 @@ def test_make_fx_holds_the_casts(cls: Any) -> None:
     expected, graph = model(x), make_fx(model)(x)
     handle.deactivate()
     assert torch.equal(graph(x), expected)
-
-
-LOADS = """
-import sys, torch
-x, expected = torch.load(sys.argv[1] + ".pt")
-got = torch.export.load(sys.argv[1] + ".pt2").module()(x)
-assert got.dtype is expected.dtype and torch.equal(got, expected)
-assert not any(name.partition(".")[0] == "autoamp" for name in sys.modules)
-print("loaded")
-"""
-
-
-def test_exported_programs_hold_the_casts_and_run_without_us(tmp_path: Path) -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    for cls in MODELS:
-        model, x = cls().eval(), torch.randn(cls.shape)
-        for strict in (False, True):
-            program = torch.export.export(model, (x,), strict=strict)
-            expected = model(x).detach()
-            with handle.disable_casts():
-                assert torch.equal(program.module()(x), expected)
-        torch.export.save(program, tmp_path / f"{cls.__name__}.pt2")
-        torch.save((x, expected), tmp_path / f"{cls.__name__}.pt")
-    ended = plainly(written(tmp_path, {"loads.py": LOADS}), "loads.py", ConvNet.__name__)
-    assert ended.out == "loaded\n", ended.err
 
 
 def test_onnx_holds_the_casts() -> None:

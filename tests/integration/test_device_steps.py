@@ -270,29 +270,6 @@ def test_of_several_losses_the_first_that_overflowed_is_blamed(late: bool) -> No
     assert handle.skipped_steps == 3
 
 
-def closed(handle: Any, model: nn.Module, optimizer: Any, step: int) -> None:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, step)
-        with handle.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        return loss
-
-    optimizer.step(closure)
-
-
-def test_closures_are_evaluated_on_the_host() -> None:
-    def train(late: bool) -> tuple[list[Tensor], Any]:
-        handle = autoamp.init(dtype=torch.float16, loss_scale=scaler_of(late))
-        model = network()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
-        for step in range(STEPS):
-            (plain if step % 3 else closed)(handle, model, optimizer, step)
-        return everything(model, optimizer), handle.state_dict()
-
-    assert_same(train)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_second_step_by_the_gradients_of_a_skipped_one_changes_nothing(name: str) -> None:
     handle = autoamp.init(dtype=torch.float16, loss_scale=scaler_of(late=True))
@@ -396,16 +373,6 @@ def test_skips_are_logged_with_the_scale_they_had(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_skips_of_an_optimizer_that_is_gone_count() -> None:
-    handle = autoamp.init(dtype=torch.float16, loss_scale=scaler_of(True))
-    model = network()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    for step in (0, 1):
-        plain(handle, model, optimizer, step)
-    del optimizer
-    assert handle.skipped_steps == 1
-
-
 class Averaging(torch.optim.AdamW):
     """Does more in a step than what it has from torch."""
 
@@ -452,12 +419,3 @@ def test_whose_step_may_not_run_for_nothing_is_skipped_by_the_guard(make: Any, r
     assert handle.skipped_steps == 4
     assert getattr(optimizer, "stepped", STEPS - 4) == STEPS - 4
     assert len(steps_seen) in (0, STEPS - 4)
-
-
-def test_the_flag_of_an_overflow_is_gone_after_the_step() -> None:
-    handle = autoamp.init(dtype=torch.float16, loss_scale=scaler_of(True))
-    model = network()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    plain(handle, model, optimizer, 0)
-    assert not hasattr(optimizer, "found_inf")
-    assert not hasattr(optimizer, "grad_scale")

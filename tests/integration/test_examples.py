@@ -133,44 +133,6 @@ def test_imagenet_trains_on_two_processes() -> None:
     assert top1 % 10 == 0
 
 
-def test_imagenet_reads_its_options(example: Loader, capsys: pytest.CaptureFixture[str]) -> None:
-    parse = example("imagenet").parse
-    options = parse(["data", "--loss-scale", "128.0", "--keep-batchnorm-fp32", "False", "--epochs", "5"])
-    assert (options.loss_scale, options.keep_batchnorm_fp32, options.synthetic) == (128.0, False, False)
-    assert (options.epochs, options.image_size, options.batch_size) == (5, 224, 256)
-    for wrong in (
-        ["--keep-batchnorm-fp32", "maybe"],
-        ["--loss-scale", "big"],
-        ["data", "--synthetic"],
-        ["--image-size", "31"],
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            parse(wrong)
-        assert wrong[0] in capsys.readouterr().err
-
-
-def test_imagenet_reads_a_directory(example: Loader, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pillow = pytest.importorskip("PIL.Image")
-    for part, count in (("train", 6), ("val", 2)):
-        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
-            folder = tmp_path / part / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                suffix = "png" if number % 2 else "jpg"
-                pillow.new("RGB", (30 + number, 40), colour).save(folder / f"{number}.{suffix}")
-    imagenet = example("imagenet")
-    images = imagenet.ImageFolder(tmp_path / "train", None, 16, augmented=True, seed=0)
-    assert (len(images), images.classes) == (12, ["blue", "red"])
-    image, label = images[11]
-    assert (image.shape, image.dtype, label) == ((3, 16, 16), torch.uint8, 1)
-    assert image.flatten(1).float().mean(dim=1).tolist() == pytest.approx([255, 0, 0], abs=3)
-    tiny = ["--image-size", "32", "--batch-size", "4", "--epochs", "1", "--device", "cpu", "--opt-level", "O0"]
-    assert imagenet.main([str(tmp_path), *tiny]) == 0
-    out = capsys.readouterr().out
-    assert "12 training and 4 validation images" in out
-    assert len(epochs_of(out)) == 1
-
-
 # -- dcgan, checkpoint, fp16_optimizer --
 
 
@@ -199,27 +161,6 @@ def test_checkpoint_agrees_bitwise(ended: dict[str, Ended]) -> None:
     assert "every resumed run agrees bitwise with the one without a stop" in ended["checkpoint"].out
 
 
-def test_checkpoint_notices_what_is_not_restored(
-    example: Loader, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = example("checkpoint")
-
-    def resume_from_torn(command: Sequence[str], *, check: bool) -> None:
-        path = Path(command[-1])
-        state = torch.load(path)
-        state["amp"]["loss_scaler0"]["loss_scale"] /= 2
-        torch.save(state, path)
-        checkpoint.resume([path])
-
-    monkeypatch.setattr(checkpoint.subprocess, "run", resume_from_torn)
-    arguments = ["--opt-level", "O2", "--optimizer", "SGD", "--steps", "12", "--stop", "8", "--device", "cpu"]
-    assert checkpoint.main(arguments) == 1
-    out = capsys.readouterr().out
-    assert rows_of(out)[0][-1] == "differs"
-    assert "O2, SGD: ['amp']" in out
-    assert out.rstrip().endswith("a resumed run differs")
-
-
 def test_fp16_optimizer_prints_a_table(ended: dict[str, Ended]) -> None:
     rows = rows_of(printed(ended["fp16_optimizer"]))
     assert [row[0] for row in rows] == ["1", "2", "3"]
@@ -230,14 +171,6 @@ def test_fp16_optimizer_prints_a_table(ended: dict[str, Ended]) -> None:
     # The scale begins at 2**20, and is halved by each skip.
     assert skips[0] > 0
     assert [scale * 2**skip for scale, skip in zip(scales, skips, strict=True)] == [2.0**20] * 3
-
-
-def test_fp16_optimizer_takes_a_closure_and_a_static_scale(example: Loader, capsys: pytest.CaptureFixture[str]) -> None:
-    main = example("fp16_optimizer").main
-    assert main(["--optimizer", "LBFGS", "--epochs", "2", "--loss-scale", "128", "--device", "cpu"]) == 0
-    first, second = rows_of(capsys.readouterr().out)
-    assert float(second[1]) < float(first[1]) / 2
-    assert first[4:] == second[4:] == ["128", "-", "0"]
 
 
 # -- digits --

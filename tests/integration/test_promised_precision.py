@@ -13,7 +13,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from tests.launches import plainly, written
 
 FP32, HALF = torch.float32, torch.bfloat16
 
@@ -301,16 +299,6 @@ def test_nested_regions_and_graph_breaks_within_them(backend: str, breaks: bool)
     assert_kept(trained(torch.compile(model, backend=backend, fullgraph=not breaks), t, w), expected, backend)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_half_module_within_an_fp32_one(backend: str) -> None:
-    handle, model, (t, w) = init(), Plain(Plain()), values()
-    handle.override(model.inner, "fp32")
-    handle.override(model.inner.inner, "fp16")
-    expected = trained(model, t, w)
-    assert expected[0] == [FP32] * 8 + [HALF]
-    assert_kept(trained(torch.compile(model, backend=backend, fullgraph=True), t, w), expected, backend)
-
-
 class Custom(torch.autograd.Function):
     """A custom function with decorators of torch, which does its own casts under autocast alone."""
 
@@ -342,19 +330,6 @@ def test_custom_functions_within_a_promise(backend: str, promised: bool) -> None
     assert_kept(trained(torch.compile(function, backend=backend, fullgraph=True), t, w), expected, backend)
 
 
-def test_a_rotary_table_that_its_author_protects_is_exact_in_compiled_code() -> None:
-    init()
-
-    def cosines(positions: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            frequencies = 1.0 / 10000 ** (torch.arange(0, 64, 2).float() / 64)
-            return (frequencies[:, None] @ positions[None, :].float()).cos()
-
-    positions = torch.arange(4096)
-    for backend in ("eager", "aot_eager"):
-        assert torch.equal(torch.compile(cosines, backend=backend, fullgraph=True)(positions), cosines(positions))
-
-
 @torch.compiler.allow_in_graph
 def allowed(t: Tensor, w: Tensor) -> Tensor:
     return t @ w
@@ -372,27 +347,6 @@ def test_functions_that_a_program_allows_in_graphs_cast_as_in_eager_mode() -> No
     for backend in ("eager", "aot_eager"):
         found = torch.compile(function, backend=backend, fullgraph=True)(t, w)
         assert [output.dtype for output in found] == [FP32, HALF]
-
-
-def test_methods_and_operators_are_cast_in_the_graph() -> None:
-    """A backend gets the casts, and may keep the graph for processes with other casts."""
-    codes: list[str] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        codes.append(graph.code)
-        return graph.forward
-
-    def function(t: Tensor, w: Tensor) -> Tensor:
-        return (t @ w).matmul(w) ** 2
-
-    t, w = values()
-    torch.compile(function, backend=backend)(t, w)
-    handle = init()
-    torch.compile(function, backend=backend)(t, w)
-    assert codes[-1].count(".bfloat16()") == 3
-    with handle.disable_casts():
-        torch.compile(function, backend=backend)(t, w)
-    assert "bfloat16" not in codes[-1]
 
 
 # -- TorchScript --
@@ -498,42 +452,6 @@ def test_a_trace_with_casts_is_not_cast_again(load: bool) -> None:
 
 # -- inductor --
 
-INDUCTOR = """
-import torch
-from torch import nn
-import autoamp
-
-class Inner(nn.Module):
-    def forward(self, t, w):
-        return torch.matmul(t, w), t @ w
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner()
-    def forward(self, t, w):
-        with torch.autocast("cpu", enabled=False):
-            product = t @ w
-        return *self.inner(t, w), product, t @ w
-
-model, t, w = Net(), torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
-# The cache of compiled graphs has one without casts.
-print([output.dtype for output in torch.compile(lambda t, w: (t @ w, t.mm(w)))(t, w)])
-handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-print([output.dtype for output in torch.compile(lambda t, w: (t @ w, t.mm(w)))(t, w)])
-handle.override(model.inner, "fp32")
-outputs = torch.compile(model, fullgraph=True)(t, w)
-sum(output.float().sum() for output in outputs).backward()
-print([output.dtype for output in outputs])
-"""
-
-
-# As `test_compilers.test_inductor`, which the default suite leaves out.
-@pytest.mark.variants
-def test_inductor(tmp_path: Path) -> None:
-    ended = plainly(written(tmp_path, {"script.py": INDUCTOR}), "script.py")
-    assert ended.out.splitlines() == [f"{[FP32] * 2}", f"{[HALF] * 2}", f"{[FP32] * 3 + [HALF]}"], ended.err
-
 
 class _Layer(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -570,12 +488,6 @@ def test_compiled_code_leaves_the_names_of_the_program() -> None:
     exec(source, namespace)
     assert torch.compile(namespace["f"], backend="eager")(torch.randn(4, 4)).dtype is torch.float32
     assert not {"set", "reset", "now"} & set(namespace)
-
-
-def test_the_reflected_division_is_that_of_eager_code() -> None:
-    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    x = torch.rand(4) + 1.0
-    assert torch.compile(lambda a: 1 / a, backend="eager")(x.bfloat16()).dtype is (1 / x.bfloat16()).dtype
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")

@@ -331,15 +331,6 @@ def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
     assert counter[model.layer.weight] == 4
 
 
-def test_tied_weights_share_a_cast_from_the_second_use_on(handle: autoamp.Handle) -> None:
-    layers = [nn.Linear(4, 4, bias=False) for _ in range(4)]
-    for layer in layers:
-        layer.weight = layers[0].weight
-    counter = Counter()
-    nn.Sequential(*layers)(torch.randn(3, 4))
-    assert counter[layers[0].weight] == 2
-
-
 def test_functional_transforms_within_a_call() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

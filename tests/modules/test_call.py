@@ -37,15 +37,6 @@ def test_fp32_forward_and_backward(handle: autoamp.Handle) -> None:
         torch.testing.assert_close(parameter.grad, wanted.grad, rtol=2e-2, atol=2e-2)
 
 
-def test_fp32_equals_plain_torch_on_fp32_inputs(handle: autoamp.Handle) -> None:
-    model = Outer()
-    x = torch.randn(2, 4)
-    with handle.override(model, "fp32"):
-        output = model(x.half())
-    handle.deactivate()
-    assert torch.equal(output, model(x.half().float()))
-
-
 def test_fp16_gives_half_inputs_and_the_lists_hold_within(handle: autoamp.Handle) -> None:
     model, x = Calls(lambda x: (x.dtype, torch.mm(x, x).dtype, torch.exp(x).dtype)), torch.randn(3, 3)
     assert model(x) == (FP32, HALF, FP32)
@@ -96,30 +87,6 @@ def test_disable_casts_and_autocast_regions_beat_an_override(handle: autoamp.Han
         with handle.override(model, "fp16"), around:
             model(torch.randn(2, 4))
         assert model.seen[1] == dtype
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_with_the_cache(handle: autoamp.Handle, mode: Any) -> None:
-    model = Outer()
-    reference = model(torch.ones(2, 4))
-    kept = []
-    model.last.register_forward_hook(lambda *_: kept.append(len(handle.cache)))
-    for precision in ("fp32", "fp16"):
-        with handle.override(model.middle, precision), mode(), handle.inference(model.middle):
-            torch.testing.assert_close(model(torch.ones(2, 4)), reference, rtol=1e-2, atol=1e-2)
-        assert len(handle.cache) == 0
-    assert kept == [0, 4]
-
-
-def test_the_outermost_module_may_be_the_overridden_one(handle: autoamp.Handle) -> None:
-    model = Outer()
-    kept = []
-    model.middle.register_forward_hook(lambda *_: kept.append(len(handle.cache)))
-    model.middle[1].layer = model.middle[0].layer
-    with handle.override(model, "fp16"):
-        model(torch.randn(2, 4))
-    assert kept == [2]
-    assert len(handle.cache) == 0
 
 
 # -- threads --

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -155,27 +154,6 @@ def test_a_module_that_is_checkpointed_outside_of_modules_gives_fp32(handle: Han
     torch.testing.assert_close([weight.grad for weight in weights], list(expected), rtol=1e-2, atol=1e-2)
 
 
-def test_a_custom_functions_backward_casts_as_its_forward_did(handle: Handle, half: torch.dtype) -> None:
-    seen: list[torch.dtype] = []
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
-            return gradient * 2
-
-    for run, dtype in ((Calls(Product.apply), half), (Product.apply, torch.float32)):
-        run(torch.ones(2, 2, requires_grad=True)).sum().backward()
-        assert seen == [dtype, dtype]
-        seen.clear()
-
-
 def test_threads_have_their_own_calls(handle: Handle, half: torch.dtype) -> None:
     model, x, seen = Probe(), torch.ones(4, 4), []
 
@@ -193,14 +171,6 @@ def test_threads_have_their_own_calls(handle: Handle, half: torch.dtype) -> None
     assert seen == [torch.float32, torch.float32]
     assert model.seen == [half, half]
     assert (x @ x).dtype is torch.float32
-
-
-def test_replicas_cast_as_their_caller(handle: Handle, half: torch.dtype, parallel_on_cpu: None) -> None:
-    replicas = [Probe(), Probe()]
-
-    outputs = Calls(lambda x: nn.parallel.parallel_apply(replicas, [(x,), (x,)]))(torch.ones(2, 4))
-    assert [replica.seen for replica in replicas] == [[half, half]] * 2
-    assert [output.dtype for output in outputs] == [torch.float32] * 2
 
 
 def test_blocks_go_over_the_scope(handle: Handle, half: torch.dtype) -> None:
@@ -292,63 +262,6 @@ def test_compiled_code_casts_as_eager_code(handle: Handle, whole: bool) -> None:
 # -- programs that compute in half precision themselves --
 
 
-def test_a_half_model_ends_the_casts(handle: Handle, half: torch.dtype) -> None:
-    scaling = handle.auto_scale()
-    model = Probe().to(half)
-    assert casts_of(handle).yielded_to is None
-    model(torch.ones(2, 4, dtype=half))
-    assert casts_of(handle).yielded_to == f"Probe in {str(half).removeprefix('torch.')}"
-    assert scaling.yielded_to == casts_of(handle).yielded_to
-    other = Probe()
-    other(torch.ones(2, 4))
-    assert other.seen == [torch.float32] * 2
-    assert F.linear(torch.ones(2, 4), other.first.weight).dtype is torch.float32
-    # Counting installs everything anew; that must not bring casts back.
-    with handle.count():
-        other(torch.ones(2, 4))
-    assert other.seen == [torch.float32] * 2
-
-
-def test_a_model_that_was_seen_in_fp32_may_become_half(handle: Handle, half: torch.dtype) -> None:
-    model = Probe()
-    model(torch.ones(2, 4))
-    assert model.seen == [half] * 2
-    model.half()
-    model(torch.ones(2, 4, dtype=torch.float16))
-    assert model.seen == [torch.float16] * 2
-    assert casts_of(handle).yielded_to == "Probe in float16"
-
-
-def test_a_half_model_that_a_closure_trains_ends_the_casts(handle: Handle, half: torch.dtype) -> None:
-    model = Probe().to(half)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def closure() -> Tensor:
-        loss = model(torch.ones(2, 4, dtype=half)).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)  # type: ignore[arg-type]
-    assert casts_of(handle).yielded_to == f"Probe in {str(half).removeprefix('torch.')}"
-
-
-def test_a_half_copy_of_a_trained_model_ends_nothing(handle: Handle, half: torch.dtype) -> None:
-    model = Probe()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    copied = copy.deepcopy(model).half()
-    with torch.no_grad():
-        assert copied(torch.ones(2, 4, dtype=torch.float16)).dtype is torch.float16
-    assert copied.seen == [torch.float16] * 2
-    model(torch.ones(2, 4))
-    assert model.seen == [half] * 2
-    assert casts_of(handle).yielded_to is None
-    # With gradients it trains.
-    copied(torch.ones(2, 4, dtype=torch.float16))
-    assert casts_of(handle).yielded_to == "Probe in float16"
-
-
 def test_a_step_before_any_model_was_cast_says_nothing_of_half_models(handle: Handle) -> None:
     handle.auto_scale()
     model = Probe().half()
@@ -358,49 +271,6 @@ def test_a_step_before_any_model_was_cast_says_nothing_of_half_models(handle: Ha
     with torch.no_grad():
         model(torch.ones(2, 4, dtype=torch.float16))
     assert casts_of(handle).yielded_to == "Probe in float16"
-
-
-@pytest.mark.parametrize(
-    ("halved", "frozen", "is_half"),
-    [
-        ((), (), False),
-        (("first",), (), True),
-        (("second",), (), True),
-        (("first",), ("first",), False),
-        (("second",), ("second",), False),
-        (("first",), ("second",), True),
-        # Where nothing trains, each parameter counts.
-        (("second",), ("first", "second"), True),
-        ((), ("first", "second"), False),
-    ],
-)
-def test_a_half_model_trains_parameters_in_half_precision(
-    handle: Handle, halved: tuple[str, ...], frozen: tuple[str, ...], is_half: bool
-) -> None:
-    model = Calls(lambda x: x)
-    model.first, model.second = nn.Linear(4, 4), nn.Linear(4, 4)
-    for name in halved:
-        model.get_submodule(name).half()
-    for name in frozen:
-        model.get_submodule(name).requires_grad_(False)
-    model(torch.ones(2, 4))
-    assert casts_of(handle).yielded_to == ("Calls in float16" if is_half else None)
-
-
-def test_fp16_optimizer_ends_the_casts(handle: Handle) -> None:
-    handle.auto_scale()
-    model = Probe()
-    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), static_loss_scale=8.0)
-    assert casts_of(handle).yielded_to == "FP16_Optimizer"
-    optimizer.backward(model(torch.ones(2, 4)).sum())
-    optimizer.step()
-    assert model.seen == [torch.float32] * 2
-    own = runtime_of(handle).optimizers.counts.own
-    assert own is not None
-    assert (own.loss_scale, own.steps, own.skipped) == (8.0, 1, 0)
-    optimizer.backward(model(torch.full((2, 4), float("inf"))).sum())
-    optimizer.step()
-    assert (own.steps, own.skipped) == (2, 1)
 
 
 def test_an_unknown_scope_is_refused() -> None:

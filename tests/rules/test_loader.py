@@ -210,20 +210,6 @@ def test_a_wrong_name_in_the_environment(place: Path) -> None:
         load(base="fp8")
 
 
-def test_the_nearest_folder_that_has_a_list_is_used(place: Path) -> None:
-    write(place / "autoamp.toml", "fp16 = ['relu']")
-    inner = place / "a" / "b" / "c"
-    inner.mkdir(parents=True)
-    assert policies(load(start=inner))["relu"] == "fp16"
-    write(place / "a" / "pyproject.toml", "[project]\nname = 'autoamp-user'\n[tool.ruff]\n", schema=False)
-    assert policies(load(start=inner))["relu"] == "fp16"
-    write(place / "a" / "b" / "pyproject.toml", "[tool.autoamp]\nfp32 = ['gelu']", schema=False)
-    found = policies(load(start=inner))
-    assert (found["relu"], found["gelu"]) == ("none", "fp32")
-    assert policies(load(start=Path("a/b/c"))) == found
-    assert policies(load(start=place))["gelu"] == "none"
-
-
 def test_a_broken_pyproject_of_somebody_else_is_not_ours(place: Path) -> None:
     path = write(place / "pyproject.toml", "[tool\n", schema=False)
     assert load() == load("default")
@@ -351,18 +337,6 @@ def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
 
 
 # -- bare names --
-
-
-def test_an_unknown_op_of_a_user_is_an_error_with_the_nearest_names(place: Path) -> None:
-    path = write(place / "mine.toml", "extends = []\nfp32 = [\n'sofmax']")
-    with pytest.raises(ListFileError, match="'sofmax' under fp32; did you mean 'softmax'") as caught:
-        check_bare_names(load(path), {"softmax", "linear"})
-    assert (caught.value.path, caught.value.line) == (str(path), 4)
-    for key in ("none", "promote"):
-        with pytest.raises(ListFileError, match=f"'lineer' under {key}; did you mean 'linear'"):
-            check_bare_names(load({"extends": [], key: ["lineer"]}), ["softmax", "linear"])
-    with pytest.raises(ListFileError, match="'zzz' under banned; nothing near"):
-        check_bare_names(load({"extends": [], "banned": {"zzz": "no"}}), ["softmax"])
 
 
 def test_shipped_names_that_torch_lacks_are_returned() -> None:

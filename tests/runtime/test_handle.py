@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -117,15 +116,6 @@ def test_wrapping_again_replaces_the_scalers(handle: Handle, training: Training)
     assert sorted(handle.state_dict()[f"loss_scaler{number}"]["unskipped"] for number in range(3)) == [0, 0, 1]
 
 
-def test_a_wrapped_optimizer_can_delay_and_accumulate(training: Training) -> None:
-    optimizer = init(loss_scale=128.0).wrap_optimizer(training.optimizer, num_loss=2)
-    wanted = torch.autograd.grad(training.loss(3.0), training.model.weight)[0]
-    for factor, delay in ((1.0, True), (2.0, False)):
-        with optimizer.scale_loss(training.loss(factor), delay_unscale=delay) as scaled:
-            scaled.backward()
-    torch.testing.assert_close(training.model.weight.grad, wanted, rtol=1e-2, atol=1e-3)
-
-
 @pytest.mark.parametrize("number", [0, -1, "2", 1.0, True])
 def test_a_wrong_number_of_losses(handle: Handle, training: Training, number: Any) -> None:
     with pytest.raises(UsageError, match=r"num_loss=.* must be a whole number of 1 or more"):
@@ -147,31 +137,6 @@ def test_a_copy_of_a_wrapped_optimizer_is_a_plain_one(handle: Handle, training: 
 
 
 # -- inference and casts --
-
-
-def test_inference_keeps_the_weights_that_it_was_promised(handle: Handle) -> None:
-    model, inputs = nn.Linear(4, 2), torch.ones(3, 4)
-    with torch.no_grad(), handle.inference(model) as same:
-        assert same is model
-        first = model(inputs)
-        assert first.dtype is torch.float16
-        assert len(handle.cache) == 2
-        # Against the promise, to see that the cast is the first one.
-        model.weight.data.zero_()
-        assert torch.equal(model(inputs), first)
-    assert len(handle.cache) == 0
-    with contextlib.suppress(KeyError), torch.no_grad(), handle.inference(model):
-        assert torch.equal(model(inputs), model.bias.half().expand(3, 2))
-        assert len(handle.cache) == 2
-        raise KeyError
-    assert len(handle.cache) == 0
-
-
-def test_inference_does_not_keep_what_gradients_are_asked_of(handle: Handle, training: Training) -> None:
-    with handle.inference(training.model):
-        steps(handle, training, 1.0)
-        training.loss().backward()
-    assert training.model.weight.grad is not None
 
 
 @pytest.mark.parametrize("call", [lambda handle, what: handle.inference(what).__enter__(), Handle.override])

@@ -138,21 +138,6 @@ def test_an_init_that_fails_leaves_torch_and_the_handle_before_as_they_were(
     assert first.deactivate() == ()
 
 
-@pytest.mark.parametrize("failing", ["name", "function that torch lacks"])
-def test_a_first_init_that_fails_leaves_torch_untouched(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(vars(F)), dict(vars(Tensor))
-    scripted = dict(_get_builtin_table())
-    if failing == "name":
-        stubborn(monkeypatch, lin=F.linear)
-    else:
-        monkeypatch.delattr(torch.nn.utils, "clip_grad_value_")
-    with pytest.raises((RuntimeError, AttributeError), match=r"half way|clip_grad_value_"):
-        init()
-    assert autoamp.current_handle() is None
-    assert (dict(vars(F)), dict(vars(Tensor))) == before
-    assert _get_builtin_table() == scripted
-
-
 # -- others who patch --
 
 
@@ -415,82 +400,6 @@ def run(code: str) -> str:
     return done.stdout
 
 
-COMPILED = """
-    import warnings; warnings.simplefilter("ignore")
-    import torch, torch.nn.functional as F
-    from torch import nn
-    {before}
-    import autoamp
-
-    LISTS = {{"extends": [], "fp16": ["linear", "matmul", "__matmul__", "conv2d", "einsum"],
-              "fp32": ["softmax", "exp", "layer_norm"]}}
-
-    def init():
-        return autoamp.init(lists=LISTS, device_type="cpu", dtype=torch.float16)
-
-    def compiled(function):
-        return torch.compile(function, backend="eager", fullgraph=True)
-
-    def ops(x):
-        return (F.linear(x, x), x @ x, torch.matmul(x, x), x.matmul(x), torch.einsum("ij,jk->ik", x, x),
-                x.half().softmax(0), F.softmax(x.half(), 0), x.half().exp(), F.layer_norm(x.half(), (4,)), x + x)
-
-    def dtypes(function):
-        return [y.dtype for y in function(x)]
-
-    @autoamp.half_function
-    def decorated(x):
-        return x
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.last(self.first(x))
-
-    x, net, half, full = torch.ones(4, 4), Net(), torch.float16, torch.float32
-    handle = init()
-    fast = compiled(net)
-    assert fast(x).dtype == half
-    with handle.override(net.last, "fp32"):
-        assert fast(x).dtype == full, "casts by module are lost"
-    assert fast(x).dtype == half
-    with handle.disable_casts():
-        assert fast(x).dtype == full
-    assert fast(x).dtype == half
-    expected = dtypes(ops)
-    assert half in expected and full in expected
-    from autoamp.patching import original_of
-    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    assert all(original_of(key) is key for key in rules)
-    assert original_of(torch.conv2d) in rules
-    fast_ops, fast_decorated = compiled(ops), compiled(lambda x: decorated(x))
-    assert dtypes(fast_ops) == expected
-    assert fast_decorated(x).dtype == half
-    handle.deactivate()
-
-    assert torch._dynamo.utils.unpatched_nn_module_call is nn.Module.__call__
-    plain = dtypes(ops)
-    assert fast(x).dtype == full and dtypes(fast_ops) == plain and fast_decorated(x).dtype == full
-    assert compiled(Net())(x).dtype == full
-    assert dtypes(compiled(lambda x: ops(x))) == plain
-
-    handle = init()
-    assert fast(x).dtype == half and dtypes(fast_ops) == expected and fast_decorated(x).dtype == half
-    with handle.override(net.last, "fp32"):
-        assert fast(x).dtype == full
-    handle.deactivate()
-    assert torch.conv2d in torch._dynamo.trace_rules.get_torch_obj_rule_map()
-"""
-
-
-@pytest.mark.parametrize("before", ["", "import torch._dynamo"], ids=["imported while patched", "imported before"])
-def test_torch_compile_keeps_casts_and_forgets_them(before: str) -> None:
-    run(COMPILED.format(before=before))
-
-
 def test_dynamo_and_overrides_take_originals_when_imported_while_patched() -> None:
     run(
         """
@@ -514,18 +423,6 @@ def test_dynamo_and_overrides_take_originals_when_imported_while_patched() -> No
         assert torch.Tensor.softmax in torch.overrides.get_testing_overrides()
         """
     )
-
-
-def test_symbolic_tracing_while_patched_and_after() -> None:
-    from torch import fx
-
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    handle = init()
-    traced = fx.symbolic_trace(model)
-    assert traced(ones()).dtype == HALF
-    handle.deactivate()
-    assert traced(ones()).dtype == torch.float32
-    assert fx.symbolic_trace(model)(ones()).dtype == torch.float32
 
 
 def test_a_call_in_progress_ends_well_when_its_handle_is_deactivated() -> None:

@@ -9,7 +9,7 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.errors import TargetError
 
 HALF = torch.float16
 LISTS: dict[str, Any] = {"extends": [], "fp16": ["linear", "matmul", "mm"], "fp32": ["softmax", "exp"]}
@@ -49,32 +48,6 @@ def dtype_of(x: Tensor, *others: Tensor) -> torch.dtype:
 
 
 # -- decorators --
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    ("decorator", "given", "arrives"),
-    [
-        (autoamp.half_function, [torch.float32], HALF),
-        (autoamp.float_function, [HALF], torch.float32),
-        (autoamp.promote_function, [HALF, torch.float32], torch.float32),
-        (autoamp.promote_function, [HALF, HALF], HALF),
-    ],
-)
-def test_a_decorated_function_follows_the_active_handle(
-    when: str, decorator: Callable[[Any], Any], given: list[torch.dtype], arrives: torch.dtype
-) -> None:
-    decorated = decorator(dtype_of) if when == "before" else None
-    handle = init()
-    decorated = decorated or decorator(dtype_of)
-    args = [ones(dtype) for dtype in given]
-    assert decorated(*args) == arrives
-    with handle.disable_casts():
-        assert decorated(*args) == given[0]
-    handle.deactivate()
-    assert decorated(*args) == given[0]
-    init(dtype=torch.bfloat16)
-    assert decorated(*args) == (torch.bfloat16 if arrives is HALF and given[0] is torch.float32 else arrives)
 
 
 def test_a_decorated_function_keeps_name_docstring_signature_and_pickles() -> None:
@@ -114,19 +87,6 @@ class Outside(torch.autograd.Function):
         return grad * 2
 
 
-class Inside(torch.autograd.Function):
-    """Decorated below ``staticmethod``."""
-
-    @staticmethod
-    @autoamp.half_function
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
 class Abstract(abc.ABC):
     @autoamp.half_function
     @abc.abstractmethod
@@ -150,20 +110,6 @@ def test_methods_and_bound_methods() -> None:
     assert bound(ones()) == HALF
     assert net.plain(ones()) == torch.float32
     assert Abstract.made(ones()) == HALF
-
-
-@pytest.mark.parametrize(
-    ("function", "given", "arrives"), [(Outside, HALF, torch.float32), (Inside, torch.float32, HALF)]
-)
-def test_static_forward_of_an_autograd_function(function: Any, given: torch.dtype, arrives: torch.dtype) -> None:
-    init()
-    x = ones(given).requires_grad_()
-    result = function.apply(x)
-    assert result.dtype == arrives
-    result.sum().backward()
-    assert x.grad is not None
-    assert x.grad.dtype == given
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 def test_abstract_methods_stay_abstract() -> None:
@@ -316,12 +262,6 @@ def test_methods_static_methods_and_methods_of_one_object() -> None:
     assert "method" in vars(one)
     handle.deactivate()
     assert vars(one) == {}
-
-
-@pytest.mark.parametrize("name", ["sigmiod", "", None])
-def test_no_such_name_is_a_value_error(name: Any) -> None:
-    with pytest.raises(TargetError, match="no function named"):
-        autoamp.register_half_function(torch, name)
 
 
 @pytest.mark.parametrize(

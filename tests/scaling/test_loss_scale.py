@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoamp.errors import AutoampError, LossScaleError
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags, is_count, make_scaler
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags, make_scaler
 
 CPU = torch.device("cpu")
 FACTORS = st.sampled_from([(2.0, 0.5), (4.0, 0.25), (1.7, 0.3), (1.001, 0.999), (3.0, 0.1)])
@@ -38,13 +38,6 @@ def test_the_defaults_are_those_of_torch_and_apex() -> None:
     for _ in range(2000 * 9):
         scaler.update(False)
     assert scaler.loss_scale == scaler.max_loss_scale == 2.0**24
-
-
-def test_a_static_scale_never_changes() -> None:
-    scaler = StaticLossScaler(128.0)
-    for found_inf in (False, True, False, False):
-        scaler.update(found_inf)
-    assert (scaler.loss_scale, scaler.unskipped, scaler.overflows) == (128.0, 2, 1)
 
 
 def test_a_static_scale_of_one_alone_checks_nothing() -> None:
@@ -102,18 +95,6 @@ def test_make_scaler_knows_all_spellings(loss_scale: Any, dtype: torch.dtype, sc
 def test_make_scaler_refuses_the_rest(value: Any) -> None:
     with pytest.raises(LossScaleError, match="loss_scale="):
         make_scaler(value, torch.float16)
-
-
-@pytest.mark.parametrize("value", [0, 3, torch.iinfo(torch.int64).max])
-def test_whole_numbers_from_0_on_are_counts(value: int) -> None:
-    assert is_count(value)
-    assert is_count(value + 1, 1)
-    assert not is_count(value, value + 1)
-
-
-@pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, torch.tensor(1)])
-def test_other_values_are_no_counts(value: Any) -> None:
-    assert not is_count(value)
 
 
 # -- checkpoints. Of all scalers of a run: tests/stepping/test_loss_scalers.py --

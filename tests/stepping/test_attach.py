@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,15 +74,6 @@ def test_calls_go_through_instead_until_detached() -> None:
     assert optimizer.calls == [(3,), (4,), (None,)]
 
 
-def test_detach_puts_back_an_attribute_of_the_instance() -> None:
-    optimizer = Plain()
-    own = optimizer.step = lambda: "own"  # type: ignore[assignment, method-assign]
-    attached = AttachedMethod(optimizer, "step", through)
-    assert optimizer.step() == ("guarded", "own")  # type: ignore[comparison-overlap]
-    attached.detach()
-    assert vars(optimizer)["step"] is own
-
-
 def test_under_another_wrapper_it_becomes_inert() -> None:
     optimizer = Plain()
     attached = AttachedMethod(optimizer, "step", through)
@@ -92,16 +81,6 @@ def test_under_another_wrapper_it_becomes_inert() -> None:
     attached.detach()
     assert vars(optimizer)["step"] is above
     assert optimizer.step() == ("above", "stepped")  # type: ignore[comparison-overlap]
-
-
-def test_two_layers_detach_in_reverse() -> None:
-    optimizer = sgd()
-    first, second = (AttachedMethod(optimizer, "step", through) for _ in range(2))
-    assert optimizer.step() == ("guarded", ("guarded", None))
-    second.detach()
-    assert vars(optimizer)["step"] is first
-    first.detach()
-    assert "step" not in vars(optimizer)
 
 
 def test_a_step_that_getattr_gives() -> None:
@@ -130,33 +109,6 @@ def test_a_copy_is_not_guarded(make: Callable[[], Any], copied: Callable[[Any], 
     clone = copied(optimizer)
     assert "step" not in vars(clone) or make is Plain
     assert clone.step() == (None if make is sgd else "stepped")
-
-
-def test_a_copy_keeps_the_step_that_was_there() -> None:
-    optimizer = Plain()
-    optimizer.step = len  # type: ignore[assignment, method-assign]
-    AttachedMethod(optimizer, "step", through)
-    assert copy.deepcopy(optimizer).step is len  # type: ignore[comparison-overlap]
-
-
-@pytest.mark.parametrize("make", [Plain, sgd])
-def test_it_goes_with_the_optimizer(make: Callable[[], Any]) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        optimizer = make()
-        attached = weakref.ref(AttachedMethod(optimizer, "step", through))
-        step = optimizer.step
-        optimizer.step()
-        reference = weakref.ref(optimizer)
-        del optimizer
-        assert reference() is None
-        with pytest.raises(UsageError, match="was deleted"):
-            step()
-        del step
-        assert attached() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("thing", [object(), Linear(1, 1), Slotted()])

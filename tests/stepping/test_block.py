@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, StaticLossScaler
 from autoamp.stepping import StepGuard, scaled_block
 from tests.stepping.guarded import Setup, guard_of, scale_loss
@@ -20,17 +19,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 # -- one block, one step --
-
-
-def test_inside_the_block_gradients_have_the_scale() -> None:
-    setup = Setup()
-    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
-        assert scaled.item() == 2048.0
-        scaled.backward()
-        assert setup.grad == [1024.0, 1024.0]
-        assert setup.guard.grads.scale == 1024.0
-    assert setup.grad == [1.0, 1.0]
-    assert setup.guard.grads.scale == 1.0
 
 
 def test_without_checks_there_is_no_pass(reads: list[int], passes: list[str]) -> None:
@@ -42,23 +30,6 @@ def test_without_checks_there_is_no_pass(reads: list[int], passes: list[str]) ->
     assert passes == []
     assert reads == []
     assert setup.param.tolist() == [1.0 - 0.5 - 1.0] * 2
-
-
-def test_blocks_of_one_optimizer_do_not_nest() -> None:
-    setup = Setup()
-    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
-        scaled.backward()
-        with pytest.raises(UsageError, match="SGD is in a scale_loss block"):
-            setup.backward()
-        assert setup.grad == [1024.0, 1024.0]
-    assert setup.grad == [1.0, 1.0]
-
-
-def test_a_block_without_optimizers_scales_the_loss() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with scale_loss((x * 3).sum(), [], DynamicLossScaler(4.0)) as scaled:
-        (grad,) = torch.autograd.grad(scaled, x)
-    assert grad.tolist() == [12.0, 12.0]
 
 
 # -- several blocks a step --
@@ -81,21 +52,6 @@ def test_blocks_of_several_scalers_add_up() -> None:
 
 
 # -- delay_unscale --
-
-
-def test_delayed_gradients_keep_their_scale(passes: list[str]) -> None:
-    setup = Setup()
-    setup.backward(1.0, delay_unscale=True)
-    assert setup.grad == [1024.0, 1024.0]
-    assert passes == []
-    setup.backward(2.0, delay_unscale=True)
-    assert setup.grad == [3072.0, 3072.0]
-    setup.backward(4.0)
-    assert passes == ["unscale_"]
-    assert setup.grad == [7.0, 7.0]
-    setup.optimizer.step()
-    assert setup.param.tolist() == [-2.5, -2.5]
-    assert setup.scaler.unskipped == 1
 
 
 def test_delayed_gradients_change_to_the_next_scale() -> None:
@@ -198,19 +154,6 @@ def test_a_parameter_in_common_changes_its_scale_once(delay: bool) -> None:
     pair.params[1].grad = None
     pair.backward(pair.guards, [1.0, 2.0, 3.0])
     assert pair.grads == [2.0, 2.0, 6.0]
-
-
-def test_optimizers_of_two_blocks_are_skipped_apart() -> None:
-    pair = Pair()
-    first, second, _ = pair.params
-    with scale_loss(first * math.inf, pair.guards[0], pair.scaler) as scaled:
-        scaled.backward()
-    with scale_loss(second * 1.0, pair.guards[1], pair.scaler) as scaled:
-        scaled.backward()
-    for optimizer in pair.optimizers:
-        optimizer.step()
-    assert (first.item(), second.item()) == (1.0, 0.5)
-    assert [guard.skips.total for guard in pair.guards] == [1, 0]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])

@@ -55,16 +55,6 @@ class Perturbing(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_closure_is_called_once_a_step(handle: autoamp.Handle, by_name: bool) -> None:
-    program = Program(0.5)
-    optimizer = torch.optim.SGD([program.param], lr=0.5)
-    given: Any = ((), {"closure": program.closure}) if by_name else ((program.closure,), {})
-    assert [float(optimizer.step(*given[0], **given[1])) for _ in range(3)] == [0.5, 0.375, 0.25]
-    assert program.calls == 3
-    assert handle.skipped_steps == 0
-
-
 def test_an_overflow_ends_the_step_and_changes_nothing(handle: autoamp.Handle) -> None:
     program = Program(0.5, EDGE, 0.5)
     optimizer = torch.optim.Adam([program.param], lr=0.5)
@@ -79,14 +69,6 @@ def test_an_overflow_ends_the_step_and_changes_nothing(handle: autoamp.Handle) -
     optimizer.step(program.closure)
     assert program.calls == 3
     assert not torch.equal(program.param, before)
-
-
-def test_a_first_step_that_overflows_leaves_no_state(handle: autoamp.Handle) -> None:
-    program = Program(EDGE, 0.5)
-    optimizer = torch.optim.LBFGS([program.param], max_iter=1)
-    optimizer.step(program.closure)
-    assert handle.last_step_skipped
-    assert not optimizer.state
 
 
 def test_an_overflow_after_a_move_is_evaluated_again(handle: autoamp.Handle) -> None:
@@ -138,52 +120,6 @@ def test_a_later_evaluation_for_which_no_scale_helps_is_an_error(factor: float) 
     with pytest.raises(autoamp.NonFiniteGradientsError, match="LBFGS called its closure in the middle of a step"):
         optimizer.step(program.closure)
     assert program.calls == 2
-
-
-def test_a_pass_before_the_step_decides(handle: autoamp.Handle) -> None:
-    param = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([param], lr=0.25)
-    calls = []
-    for factor, after in ((EDGE, 1.0), (1.0, 0.75)):
-        optimizer.zero_grad()
-        loss = (param * factor).sum()
-        loss.backward()
-
-        def closure(loss: Tensor = loss) -> float:
-            calls.append(torch.is_grad_enabled())
-            return loss.item()
-
-        assert optimizer.step(closure) == factor
-        assert float(param) == after
-    assert calls == [True, True]
-    assert handle.skipped_steps == 1
-
-
-def test_skips_in_a_row_are_counted_over_closures(handle: autoamp.Handle) -> None:
-    handle.max_consecutive_skips = 3
-    program = Program(float("inf"))
-    optimizer = torch.optim.SGD([program.param], lr=0.5)
-    optimizer.step(program.closure)
-    optimizer.step(program.closure)
-    with pytest.raises(autoamp.NonFiniteGradientsError, match=r"3 steps of SGD in a row .* first in param_groups\[0\]"):
-        optimizer.step(program.closure)
-    assert float(program.param) == 1.0
-    assert program.calls == 3
-
-
-def test_what_a_closure_raises_comes_out(handle: autoamp.Handle) -> None:
-    param = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([param], lr=0.5)
-
-    def closure() -> Tensor:
-        raise StopIteration
-
-    with pytest.raises(StopIteration):
-        optimizer.step(closure)
-    program = Program(0.5)
-    optimizer.add_param_group({"params": [program.param]})
-    optimizer.step(program.closure)
-    assert float(program.param) == 0.75
 
 
 def test_a_frozen_parameter_may_be_an_inference_tensor(handle: autoamp.Handle) -> None:

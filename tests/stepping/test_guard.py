@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import Linear, Parameter
+from torch.nn import Parameter
 
-from autoamp.errors import NonFiniteGradientsError, UsageError
-from autoamp.scaling import DynamicLossScaler, StaticLossScaler
+from autoamp.errors import UsageError
+from autoamp.scaling import DynamicLossScaler
 from autoamp.stepping import MasterWeights
 from tests.stepping.guarded import Setup, guard_of, scale_loss
 
@@ -22,56 +19,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 # -- one block, one step --
-
-
-OPTIMIZERS: list[Callable[..., Any]] = [
-    lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
-    torch.optim.Adam,
-    lambda params, lr: torch.optim.AdamW(params, lr, foreach=False),
-]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["sgd", "adam", "adamw"])
-def test_a_skip_leaves_everything_as_it_was(optimizer: Callable[..., Any]) -> None:
-    setup = Setup(optimizer)
-    hooks, skips = list[str](), setup.guard.skips
-    setup.optimizer.register_step_pre_hook(lambda *_: hooks.append("after a skip" if skips.step.skipped else "pre"))
-    setup.optimizer.register_step_post_hook(lambda *_: hooks.append("post"))
-    setup.backward()
-    setup.optimizer.step()
-    weights, state = setup.param.detach().clone(), copy.deepcopy(setup.optimizer.state_dict())
-    hooks.clear()
-    setup.backward(math.inf)
-    assert setup.optimizer.step() is None
-    assert torch.equal(setup.param, weights)
-    after = setup.optimizer.state_dict()
-    assert after["param_groups"] == state["param_groups"]
-    assert after["state"].keys() == state["state"].keys()
-    for index, entry in state["state"].items():
-        for name, value in entry.items():
-            assert torch.equal(after["state"][index][name], value)
-    assert hooks == []
-    assert (skips.steps, skips.total, skips.in_a_row, skips.step.skipped) == (2, 1, 1, True)
-    assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (512.0, 0)
-    setup.optimizer.zero_grad()
-    setup.backward()
-    setup.optimizer.step()
-    assert hooks == ["pre", "post"]
-    assert not torch.equal(setup.param, weights)
-    assert (skips.steps, skips.total, skips.in_a_row, skips.step.skipped) == (3, 1, 0, False)
-
-
-def test_halves_that_overflow_by_the_scale_alone_train_on() -> None:
-    setup = Setup(dtype=torch.float16)
-    setup.scaler = DynamicLossScaler(2.0**20)
-    for _ in range(5):
-        setup.optimizer.zero_grad()
-        setup.backward(0.125)
-        setup.optimizer.step()
-    # 0.125 * 2**20 and * 2**19 are beyond fp16, 0.125 * 2**18 is 32768.
-    assert setup.guard.skips.total == 2
-    assert setup.scaler.loss_scale == 2.0**18
-    assert setup.param.tolist() == [1.0 - 3 * 0.0625] * 2
 
 
 def test_overflowed_tells_of_a_skip_before_the_step(reads: list[int]) -> None:
@@ -104,14 +51,6 @@ def test_a_step_of_several_blocks_is_one_reading(reads: list[int], passes: list[
     assert setup.scaler.unskipped == 2
 
 
-def test_a_step_without_a_block_passes_through(reads: list[int]) -> None:
-    setup = Setup()
-    setup.param.grad = torch.full((2,), math.inf)
-    setup.optimizer.step()
-    assert setup.param.tolist() == [-math.inf, -math.inf]
-    assert reads == []
-
-
 def test_a_step_inside_the_block_is_refused() -> None:
     setup = Setup()
     with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
@@ -124,19 +63,6 @@ def test_a_step_inside_the_block_is_refused() -> None:
 
 
 # -- several blocks a step. More of them, at random: tests/property --
-
-
-@pytest.mark.parametrize("bad", range(3))
-@pytest.mark.parametrize("scaler", [DynamicLossScaler, StaticLossScaler])
-def test_an_overflow_in_any_block_of_a_step_skips_it(bad: int, scaler: Any) -> None:
-    setup = Setup()
-    setup.scaler = scaler(1024.0)
-    for index in range(3):
-        setup.backward(math.nan if index == bad else 1.0)
-    setup.optimizer.step()
-    assert setup.param.tolist() == [1.0, 1.0]
-    assert setup.scaler.loss_scale == (512.0 if scaler is DynamicLossScaler else 1024.0)
-    assert (setup.scaler.unskipped, setup.scaler.overflows, setup.guard.skips.total) == (0, 1, 1)
 
 
 @pytest.mark.parametrize("factor", [1.0, math.inf])
@@ -152,26 +78,6 @@ def test_dropped_gradients_update_the_scaler_and_skip_no_step(factor: float) -> 
     assert setup.param.tolist() == [0.5, 0.5]
     assert setup.guard.skips.total == 0
     assert setup.scaler.unskipped == (2 if factor == 1.0 else 1)
-
-
-CLIPS: list[Callable[[Setup], Any]] = [
-    lambda setup: torch.nn.utils.clip_grad_value_([setup.param], 1.0),
-    lambda setup: setattr(setup.param, "grad", torch.clamp(setup.param.grad, -1.0, 1.0)),  # type: ignore[arg-type]
-    lambda setup: setup.param.grad.nan_to_num_(posinf=1.0),  # type: ignore[union-attr]
-]
-
-
-@pytest.mark.parametrize("clip", CLIPS, ids=["in place", "replaced", "nan_to_num"])
-@pytest.mark.parametrize("factor", [0.5, math.inf])
-def test_clipping_between_micro_batches_hides_no_overflow(clip: Callable[[Setup], Any], factor: float) -> None:
-    setup = Setup()
-    setup.backward(factor)
-    clip(setup)
-    setup.backward(0.5)
-    setup.optimizer.step()
-    assert setup.param.tolist() == ([0.5, 0.5] if factor == 0.5 else [1.0, 1.0])
-    assert setup.guard.skips.total == (factor != 0.5)
-    assert setup.scaler.loss_scale == (1024.0 if factor == 0.5 else 512.0)
 
 
 # -- delay_unscale --
@@ -241,45 +147,6 @@ def test_inf_that_a_reduction_brings_after_a_block_skips_the_step(fake_ranks: Ca
     assert [scaler.loss_scale for scaler in (setup.scaler, *others)] == [1024.0, 8.0, 8.0]
 
 
-# -- LR schedulers --
-
-
-@pytest.mark.parametrize("factor", [1.0, math.inf], ids=["stepped", "skipped"])
-@pytest.mark.parametrize("order", ["before", "after", "both", "twice guarded"])
-def test_no_scheduler_warns(order: str, factor: float) -> None:
-    param = Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([param], lr=0.5)
-    schedulers = []
-    if order in ("before", "both"):
-        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    if order == "twice guarded":
-        guard_of(optimizer).uninstall()
-    guard, scaler = guard_of(optimizer), DynamicLossScaler(4.0)
-    if order != "before":
-        schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    for step_factor in (factor, 1.0):
-        optimizer.zero_grad()
-        with scale_loss((param * step_factor).sum(), guard, scaler) as scaled:
-            scaled.backward()
-        optimizer.step()
-        for scheduler in schedulers:
-            scheduler.step()
-    assert guard.skips.total == (factor != 1.0)
-    assert optimizer.param_groups[0]["lr"] == 0.5 ** (1 + 2 * len(schedulers))
-
-
-def test_under_a_scheduler_an_uninstalled_guard_lets_calls_pass() -> None:
-    setup = Setup()
-    torch.optim.lr_scheduler.ExponentialLR(setup.optimizer, 0.5)
-    wrapper = setup.optimizer.step
-    setup.backward(math.inf)
-    setup.guard.uninstall()
-    assert setup.optimizer.step is wrapper
-    setup.param.grad = torch.ones(2)
-    setup.optimizer.step()
-    assert setup.param.tolist() == [0.5, 0.5]
-
-
 # -- install, uninstall, lifetime --
 
 
@@ -296,63 +163,6 @@ def test_an_uninstalled_guard_restores_the_step_and_unscales() -> None:
     assert setup.grad == [1.0, 1.0]
     setup.optimizer.step()
     assert (setup.param.tolist(), setup.guard.skips.steps) == ([0.5, 0.5], 0)
-
-
-def test_a_guard_goes_with_its_optimizer() -> None:
-    setup = Setup()
-    setup.backward()
-    setup.optimizer.step()
-    setup.backward()
-    gc.collect()
-    gc.disable()
-    try:
-        optimizer, guard = weakref.ref(setup.optimizer), weakref.ref(setup.guard)
-        param = weakref.ref(setup.param)
-        del setup
-        assert (optimizer(), guard(), param()) == (None, None, None)
-    finally:
-        gc.enable()
-
-
-# -- skips in a row --
-
-
-class Net(torch.nn.Module):
-    """A layer that gets inf and one that does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.good = Linear(2, 2, bias=False)
-        self.bad = Linear(2, 2, bias=False)
-
-
-def test_too_many_skips_name_the_parameters() -> None:
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    guard, scaler = guard_of(optimizer, max_consecutive_skips=3), DynamicLossScaler(1024.0)
-
-    def step(factor: float) -> None:
-        optimizer.zero_grad()
-        with scale_loss(net.good.weight.sum() + net.bad.weight.sum() * factor, guard, scaler) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-    for factor in (math.nan, math.nan, 1.0, math.nan, math.nan):
-        step(factor)
-    with pytest.raises(NonFiniteGradientsError, match=r"3 steps of SGD .* first in Net\.bad\.weight;"):
-        step(math.nan)
-    assert (guard.skips.total, guard.skips.in_a_row) == (5, 3)
-
-
-def test_the_default_is_fifty_skips() -> None:
-    setup = Setup()
-    for _ in range(49):
-        setup.optimizer.zero_grad()
-        setup.backward(math.inf)
-        setup.optimizer.step()
-    setup.backward(math.inf)
-    with pytest.raises(NonFiniteGradientsError, match=r"param_groups\[0\]\['params'\]\[0\] of shape \(2,\)"):
-        setup.optimizer.step()
 
 
 # -- other optimizers --

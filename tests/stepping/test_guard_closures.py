@@ -47,40 +47,6 @@ class Curve:
         return loss
 
 
-def test_lbfgs_trains_from_a_scale_that_overflows() -> None:
-    curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**20), lr=1.0, line_search_fn="strong_wolfe")
-    plain = Curve(torch.optim.LBFGS, DynamicLossScaler(), lr=1.0, line_search_fn="strong_wolfe")
-    plain.guard.uninstall()
-    first = curve.loss().item()
-
-    def closure() -> Tensor:
-        plain.optimizer.zero_grad()
-        loss = plain.loss()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        ours, theirs = curve.optimizer.step(curve.closure), plain.optimizer.step(closure)
-        assert ours.item() == theirs.item()
-    assert torch.equal(curve.param, plain.param)
-    assert curve.loss().item() < first * 1e-6
-    assert curve.guard.skips.total == 0
-    assert curve.evaluations[0] == 2.0**20
-    assert curve.scaler.loss_scale < 2.0**20
-
-
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SGD])
-def test_the_closure_after_a_skipped_step_is_evaluated(make: Callable[..., Any]) -> None:
-    curve = Curve(make, DynamicLossScaler(2.0**10), lr=0.1)
-    curve.inputs[0] = math.inf
-    curve.optimizer.step(curve.closure)
-    assert curve.param.tolist() == [0.0] * 4
-    curve.inputs[0] = 1.0
-    curve.optimizer.step(curve.closure)
-    assert curve.param.count_nonzero() == 4
-    assert curve.guard.skips.total == 1
-
-
 def test_a_later_evaluation_is_repeated_at_a_lower_scale() -> None:
     curve = Curve(torch.optim.LBFGS, DynamicLossScaler(2.0**10), lr=1.0)
 
@@ -93,17 +59,6 @@ def test_a_later_evaluation_is_repeated_at_a_lower_scale() -> None:
     assert curve.evaluations[:6] == [2.0**10, 2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8]
     assert curve.loss().item() < 1e-3
     assert curve.guard.skips.total == 0
-
-
-def test_a_later_evaluation_that_cannot_be_saved_is_an_error() -> None:
-    curve = Curve(torch.optim.LBFGS, StaticLossScaler(2.0**10), lr=1.0)
-
-    def closure() -> Tensor:
-        curve.limit = 65504.0 if not curve.evaluations else 0.0
-        return curve.closure()
-
-    with pytest.raises(NonFiniteGradientsError, match=r"LBFGS .* intermediate point.* lower static loss scale, bf16"):
-        curve.optimizer.step(closure)
 
 
 @pytest.mark.parametrize("scaler", [StaticLossScaler(64.0), DynamicLossScaler(64.0, min_loss_scale=64.0)])
@@ -146,31 +101,6 @@ def test_evaluations_are_bounded() -> None:
     assert curve.guard.skips.total == 1
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
-def test_other_optimizers_evaluate_a_closure_once_a_step(make: Callable[..., Any], reads: list[int]) -> None:
-    curve = Curve(make, DynamicLossScaler(2.0**8), lr=0.05)
-    plain = Curve(make, StaticLossScaler(1.0), lr=0.05)
-    for step in range(1, 6):
-        loss = curve.optimizer.step(closure=curve.closure)
-        assert loss.item() == plain.optimizer.step(plain.closure).item()
-        assert len(curve.evaluations) == step
-    assert torch.equal(curve.param, plain.param)
-    assert curve.scaler.unskipped == 5
-    assert reads == [1] * 5
-
-
-def test_zero_grad_may_stand_before_the_step() -> None:
-    curve = Curve(torch.optim.SGD, DynamicLossScaler(2.0**20), lr=0.05)
-    curve.optimizer.zero_grad()
-    zero_grad, curve.optimizer.zero_grad = curve.optimizer.zero_grad, lambda: None  # type: ignore[method-assign]
-    curve.optimizer.step(curve.closure)
-    curve.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    assert len(curve.evaluations) > 1
-    expected = Curve(torch.optim.SGD, StaticLossScaler(1.0), lr=0.05)
-    expected.optimizer.step(expected.closure)
-    assert torch.equal(curve.param, expected.param)
-
-
 class Sharpness(torch.optim.SGD):
     """Climbs by the gradients that are there, then steps by those of the closure at that point, as SAM does."""
 
@@ -203,24 +133,6 @@ def test_gradients_that_are_there_leave_the_closure_to_the_optimizer(scaler: Los
     assert optimizer.step(closure).item() == 9.0
     assert calls == [1.0, 3.0]
     assert param.item() == 1.0 - 6.0
-
-
-def test_a_closure_that_scales_nothing_is_left_to_the_optimizer() -> None:
-    param = Parameter(torch.ones(1))
-    optimizer = Sharpness([param], lr=1.0)
-    guard_of(optimizer)
-    calls: list[float] = []
-
-    def closure() -> Tensor:
-        calls.append(param.item())
-        loss = param.square().sum()
-        loss.backward()
-        return loss
-
-    param.grad = torch.ones(1)
-    optimizer.step(closure)
-    assert calls == [2.0]
-    assert param.item() == 1.0 - 4.0
 
 
 class Ahead(torch.optim.SGD):
@@ -261,24 +173,6 @@ def test_a_closure_is_evaluated_where_the_optimizer_moved_to(overflows: str) -> 
         assert calls == [2.0] * (1 if overflows == "never" else 3)
         assert (param.item(), scaler.loss_scale) == (-2.0, 64.0 if overflows == "never" else 16.0)
         assert (guard.skips.total, scaler.unskipped) == (0, 1)
-
-
-def test_a_closure_may_delay_its_unscaling() -> None:
-    param = Parameter(torch.ones(1, dtype=torch.float16))
-    optimizer, scaler = torch.optim.SGD([param], lr=0.5), DynamicLossScaler(2.0**18)
-    guard = guard_of(optimizer)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = param.sum()
-        with scale_loss(loss, guard, scaler, delay_unscale=True) as scaled:
-            scaled.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert param.item() == 0.5
-    assert scaler.loss_scale == 2.0**15
-    assert guard.skips.total == 0
 
 
 def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:

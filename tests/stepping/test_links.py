@@ -10,8 +10,8 @@ from torch import Tensor
 
 import autoamp
 from autoamp.errors import UsageError
-from autoamp.stepping import MasterWeights, master_of, release_master
-from tests.stepping.networks import backward, equal, masters, network, o2, sgd
+from autoamp.stepping import master_of
+from tests.stepping.networks import backward, masters, network, o2, sgd
 
 
 def test_a_parameter_of_two_optimizers_has_one_master() -> None:
@@ -62,40 +62,6 @@ def test_a_write_to_the_model_reaches_the_master(write: str, steps: int) -> None
     assert torch.equal(masters(optimizer)[1], before[1])
 
 
-@pytest.mark.parametrize(
-    ("write", "steps"),
-    # Before the first step a write to a master through `.data` is not seen.
-    [(write, steps) for write in WRITES for steps in (0, 1, 2) if write != "data" or steps],
-)
-def test_a_write_to_a_master_stays(write: str, steps: int, half: torch.dtype) -> None:
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer, dtype=half)
-    for _ in range(steps):
-        backward(model, optimizer)
-        optimizer.step()
-    with torch.no_grad():
-        WRITES[write](masters(optimizer)[0])
-    written = masters(optimizer)[0].detach().clone()
-    assert torch.equal(model.state_dict()["0.weight"], written)
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(masters(optimizer)[0], written)
-    assert torch.equal(model[0].weight, written.to(half))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_masters_of_several_ranks_begin_with_the_half_values(ranks: int, fake_ranks: Callable[[int], None]) -> None:
-    """Ranks may have got equal half parameters from masters that differ in their low bits."""
-    fake_ranks(ranks)
-    model = network()
-    optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
-    o2(model, optimizer)
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(masters(optimizer)[0], model[0].weight.float()) is (ranks == 2)
-
-
 def test_masters_from_model_takes_writes_that_torch_does_not_report() -> None:
     model = network()
     optimizer = sgd(model.parameters(), lr=0.0, momentum=0)
@@ -139,22 +105,3 @@ def test_a_write_to_some_elements_leaves_the_low_bits_of_others() -> None:
     assert master_of(model[0].weight)[1, 0].isnan()
     assert master_of(model[0].bias)[1].isinf()
     assert torch.equal(masters(optimizer)[0][2:], before[2:])
-
-
-def test_weights_loaded_after_initialize_reach_the_masters_unrounded() -> None:
-    model, other = network(), network()
-    with torch.no_grad():
-        other[0].weight.add_(1.0001)
-    optimizer = sgd(model.parameters(), lr=0.0)
-    o2(model, optimizer)
-    model.load_state_dict(other.state_dict())
-    assert equal([m.detach() for m in masters(optimizer)], [p.detach() for p in other.parameters()])
-
-
-def test_a_released_master_is_forgotten() -> None:
-    model = network().half()
-    optimizer = sgd(model.parameters())
-    MasterWeights(optimizer)
-    master = master_of(model[0].weight)
-    assert release_master(model[0].weight) is master
-    assert master_of(model[0].weight) is None

@@ -464,17 +464,6 @@ def test_sparse_gradients() -> None:
     assert torch.equal(model.weight, master_of(model.weight).half())
 
 
-def test_a_step_waits_for_the_device_once(reads: list[int]) -> None:
-    model = network()
-    optimizer = sgd(model.parameters())
-    o2(model, optimizer, loss_scale="dynamic")
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(model, optimizer, step)
-        optimizer.step()
-    assert len(reads) == 3
-
-
 def test_distributed_data_parallel(one_process: None) -> None:
     """Its buckets take gradients of the parameter's dtype, also those that are there before a backward pass."""
 

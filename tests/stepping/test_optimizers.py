@@ -19,8 +19,7 @@ from autoamp.casting import Casts
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import DynamicLossScaler, RequestedGroup, StaticLossScaler
-from autoamp.stepping import Skips
-from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, clip_grad_norm_, wrap_optimizer
+from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, clip_grad_norm_
 
 
 def guarded() -> GuardedOptimizers:
@@ -46,27 +45,6 @@ def backward(optimizers: GuardedOptimizers, parameter: Tensor, optimizer: Any, f
 
 
 # -- guards --
-
-
-def test_an_optimizer_has_one_guard(optimizers: GuardedOptimizers) -> None:
-    _, first = sgd()
-    _, second = sgd()
-    guard, step = optimizers.guard(first), first.step
-    assert guard.max_consecutive_skips == 50
-    optimizers.max_consecutive_skips = 3
-    assert optimizers.guard(first) is guard
-    assert guard.max_consecutive_skips == 3
-    assert first.step is step
-    assert optimizers.guard(second) is not guard
-
-
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_list_and_a_tuple_are_several_optimizers(optimizers: GuardedOptimizers, kind: Any) -> None:
-    (one, first), (other, second) = sgd(), sgd()
-    backward(optimizers, one * other, kind([first, second]))
-    assert isinstance(one.grad, Tensor)
-    assert isinstance(other.grad, Tensor)
-    assert one.grad.tolist() == other.grad.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -169,19 +147,6 @@ def test_a_step_without_a_guard_computes_in_fp32(make: Callable[[Any], Any], hal
     assert torch.equal(stepped(make), expected)
 
 
-def test_a_step_beside_torch_s_own_scaler_computes_in_fp32() -> None:
-    autoamp.init(device_type="cpu", dtype=torch.float16)
-    parameter = Parameter(torch.ones(8, 8))
-    optimizer, scaler = adafactor([parameter]), torch.amp.GradScaler("cpu")
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale((parameter * 1e-6).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert parameter.isfinite().all()
-    assert parameter.max() < 1.0
-
-
 class Matmul(torch.optim.SGD):
     """Notes the dtype that its step and its closure compute in."""
 
@@ -268,76 +233,6 @@ def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
     own.backward(half.float().sum())
     own.step()
     assert (half.tolist(), counts.plain, counts.all) == ([0.5, 0.5], 2, 3)
-
-
-def test_a_compiled_step_is_that_of_torch() -> None:
-    autoamp.init(device_type="cpu", dtype=torch.float16)
-    parameter = Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    parameter.grad = torch.ones(4)
-    torch.compile(optimizer.step, backend="eager")()
-    assert parameter.tolist() == [0.5] * 4
-
-
-# -- skips --
-
-
-def test_the_skips_of_all_optimizers_are_counted_together(
-    optimizers: GuardedOptimizers, collected: Callable[[], None]
-) -> None:
-    (one, first), (other, second) = sgd(), sgd()
-    backward(optimizers, one, first, float("nan"))
-    backward(optimizers, other, second)
-    first.step()
-    assert (optimizers.counts.skipped, optimizers.counts.last.skipped) == (1, True)
-    second.step()
-    assert (optimizers.counts.skipped, optimizers.counts.last.skipped) == (1, False)
-    for parameter, optimizer in ((one, first), (other, second)):
-        optimizer.zero_grad()
-        backward(optimizers, parameter, optimizer, float("nan"))
-        optimizer.step()
-    assert (optimizers.counts.skipped, optimizers.counts.last.skipped) == (3, True)
-    assert (one.tolist(), other.tolist()) == ([1.0, 1.0], [0.5, 0.5])
-    # They outlast the optimizers.
-    del first, second, optimizer
-    collected()
-    assert optimizers.counts.skipped == 3
-    assert optimizers.guards == []
-
-
-class Noting:
-    """A `StepWatch` that notes what it hears of."""
-
-    wants_flags = False
-
-    def __init__(self) -> None:
-        self.heard: list[Any] = []
-
-    def loss_scaled(self, loss: Tensor, scale: Any) -> None:
-        self.heard.append(float(scale))
-
-    def step_begins(self) -> None:
-        self.heard.append("step")
-
-    def step_known(self, skips: Skips, skipped: bool, scale: Any, next_scale: Any, late: bool) -> str:
-        self.heard.append((skipped, scale, next_scale, late))
-        return "explained"
-
-
-def test_a_watch_hears_of_losses_and_steps(optimizers: GuardedOptimizers) -> None:
-    parameter, optimizer = sgd()
-    optimizers.plain_step_begins(optimizer)
-    watch: Any = Noting()
-    optimizers.watch = watch
-    optimizers.plain_step_begins(optimizer)
-    for factor in (float("inf"), 1.0):
-        optimizer.zero_grad()
-        backward(optimizers, parameter, optimizer, factor)
-        optimizer.step()
-    skipped, taken = (True, 1024.0, 512.0, False), (False, None, None, False)
-    assert watch.heard == ["step", 1024.0, "step", skipped, 512.0, "step", taken]
-    assert optimizers.guard(optimizer).skips.explanation == "explained"
-    assert optimizers.counts.steps == 2
 
 
 # -- ranks that agree --
@@ -486,27 +381,6 @@ def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: Guarde
 # -- scalers of wrapped optimizers --
 
 
-def test_the_losses_of_a_step_take_turns(optimizers: GuardedOptimizers) -> None:
-    parameter, optimizer = sgd()
-    scalers = [StaticLossScaler(2.0), StaticLossScaler(4.0)]
-    assert wrap_optimizer(optimizers, optimizer, scalers) is optimizer
-    assert optimizers.scalers == scalers
-
-    def scales(count: int) -> list[float]:
-        found = []
-        for _ in range(count):
-            with optimizer.scale_loss(parameter.sum()) as scaled:  # type: ignore[attr-defined]
-                found.append(scaled.item() / parameter.sum().item())
-                scaled.backward()
-        optimizer.step()
-        return found
-
-    # A step begins anew, wherever the one before has stopped; more losses than scalers go round.
-    assert scales(1) == [2.0]
-    assert scales(2) == [2.0, 4.0]
-    assert scales(5) == [2.0, 4.0, 2.0, 4.0, 2.0]
-
-
 def test_a_scale_loss_of_a_handle_that_is_not_active_is_refused() -> None:
     parameter, optimizer = sgd()
     handle = autoamp.init(device_type="cpu", dtype=torch.float16)
@@ -515,66 +389,6 @@ def test_a_scale_loss_of_a_handle_that_is_not_active_is_refused() -> None:
     handle.deactivate()
     with pytest.raises(UsageError, match="not active"):
         scale_loss(parameter.sum())
-
-
-def test_wrapped_optimizers_are_collectable(optimizers: GuardedOptimizers, collected: Callable[[], None]) -> None:
-    _, optimizer = sgd()
-    wrap_optimizer(optimizers, optimizer, [StaticLossScaler(2.0)])
-    assert optimizers.loss_scalers.with_own()
-    del optimizer
-    collected()
-    assert not optimizers.loss_scalers.with_own()
-
-
-# -- giving back --
-
-
-def test_release_gives_everything_back(optimizers: GuardedOptimizers) -> None:
-    (one, first), (other, second) = sgd(), sgd()
-    backward(optimizers, one, first, float("nan"))
-    wrap_optimizer(optimizers, second, [StaticLossScaler(2.0)])
-    with second.scale_loss(other.sum(), delay_unscale=True) as scaled:  # type: ignore[attr-defined]
-        scaled.backward()
-    optimizers.release()
-    for optimizer in (first, second):
-        assert not {"step", "scale_loss"} & vars(optimizer).keys()
-    assert other.grad is not None
-    assert other.grad.tolist() == [1.0, 1.0]
-    first.step()
-    assert one.isnan().all()
-    assert not optimizers.loss_scalers.with_own()
-
-
-def test_after_release_an_optimizer_can_be_guarded_again(optimizers: GuardedOptimizers) -> None:
-    parameter, optimizer = sgd()
-    backward(optimizers, parameter, optimizer, float("nan"))
-    optimizer.step()
-    optimizers.release()
-    other = guarded()
-    # By others, or by the same, as when a region is entered again whose handle was deactivated.
-    for owner in (other, optimizers):
-        optimizer.zero_grad()
-        backward(owner, parameter, optimizer, float("nan"))
-        optimizer.step()
-        owner.release()
-    assert (optimizers.counts.skipped, other.counts.skipped) == (2, 1)
-    assert parameter.tolist() == [1.0, 1.0]
-
-
-def test_masters_come_and_go(optimizers: GuardedOptimizers) -> None:
-    half = Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer = torch.optim.SGD([half], lr=2.0**-14)
-    masters = optimizers.keep_masters(optimizer)
-    assert optimizers.keep_masters(optimizer) is masters
-    backward(optimizers, half, optimizer)
-    optimizer.step()
-    # Too small a step for fp16, and not for the master.
-    assert half.tolist() == [1.0, 1.0]
-    assert optimizer.param_groups[0]["params"][0].tolist() == [1.0 - 2.0**-14] * 2
-    optimizers.release()
-    assert optimizer.param_groups[0]["params"][0] is half
-    assert half.dtype is torch.float32
-    assert half.tolist() == [1.0 - 2.0**-14] * 2
 
 
 # -- beside other things --
@@ -600,21 +414,6 @@ def test_an_eps_that_is_zero_in_half_precision_warns_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runtime_of(handle).optimizers.guard(optimizer)
-
-
-def test_an_fp16_optimizer_beside_a_handle_keeps_its_own_guard() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    model = nn.Linear(4, 2).half()
-    optimizer = autoamp.FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=1e-2), dynamic_loss_scale=True)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(3, 4)).float().sum()
-        optimizer.backward(loss)
-        return loss
-
-    optimizer.step(closure)
-    assert runtime_of(handle).optimizers.guards == []
 
 
 # -- hooks of the program --

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 import autoamp
 from autoamp.stepping.usage_checks import UnderflowWatch
@@ -120,14 +119,6 @@ def test_clipping_of_true_gradients_does_not_warn() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_clipping_by_names_taken_before_warns_too() -> None:
-    model, optimizer, handle = begun(loss_scale=128.0)
-    with handle.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
-        with pytest.warns(UserWarning, match="clip_grad_norm_ was called inside"):
-            clip_grad_norm_(model.parameters(), 1.0)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("opt_level", [None, "O1", "O2"])
 def test_a_second_step_after_a_skipped_one_is_skipped_too(opt_level: str | None, fused: bool) -> None:
@@ -144,18 +135,5 @@ def test_a_second_step_after_a_skipped_one_is_skipped_too(opt_level: str | None,
     optimizer.zero_grad()
     with handle.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
-    optimizer.step()
-    assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_a_second_step_by_other_gradients_is_taken() -> None:
-    model, optimizer, handle = begun()
-    with handle.scale_loss(loss_of(model) * float("inf"), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for param in model.parameters():
-        assert param.grad is not None
-        param.grad.fill_(1.0)
     optimizer.step()
     assert not any(torch.equal(value, before[name]) for name, value in model.state_dict().items())

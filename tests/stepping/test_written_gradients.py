@@ -125,12 +125,6 @@ def test_gradients_that_become_nan_after_their_check_are_not_stepped(way: str, s
     assert Program(way).skips(spoil)
 
 
-@pytest.mark.parametrize("way", ["scale_loss", "auto_scale", "O2"])
-@pytest.mark.parametrize("action", ["raise", "skip"])
-def test_so_it_is_whatever_is_done_about_steps_without_a_scale(way: str, action: str) -> None:
-    assert Program(way, on_nonfinite=action).skips(_divide)
-
-
 @pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam, torch.optim.RMSprop])
 @pytest.mark.parametrize("way", ["scale_loss", "O2", "auto_scale"])
 def test_written_gradients_are_checked_again_for_any_optimizer(way: str, make: Callable[..., Any]) -> None:
@@ -161,16 +155,6 @@ def test_hooks_that_make_nan_are_seen(way: str) -> None:
             hook.remove()
 
         assert program.skips(spoil), register
-
-
-def test_a_write_between_two_passes_is_seen() -> None:
-    program = Program("auto_scale")
-
-    def spoil(params: Params) -> None:
-        params[0].grad.fill_(math.nan)
-        program.backward()
-
-    assert program.skips(spoil)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -250,29 +234,6 @@ def _handle() -> autoamp.Handle:
     handle = autoamp.current_handle()
     assert handle is not None
     return handle
-
-
-def test_a_block_answers_for_what_it_added() -> None:
-    torch.manual_seed(0)
-    models = [Linear(4, 4) for _ in range(3)]
-    optimizers = [torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1)]
-    optimizers.append(torch.optim.SGD(models[2].parameters(), lr=0.1))
-    models, optimizers = autoamp.initialize(
-        models, optimizers, opt_level="O1", dtype=torch.float16, device_type="cpu", num_losses=2, verbosity=0
-    )
-    inputs = torch.ones(2, 4)
-    with autoamp.scale_loss(models[1](models[0](inputs)).float().sum() * math.inf, optimizers[0], loss_id=0) as scaled:
-        scaled.backward()
-    with autoamp.scale_loss(models[2](models[1](inputs)).float().mean(), optimizers, loss_id=1) as scaled:
-        scaled.backward()
-    before = [param.detach().clone() for model in models for param in model.parameters()]
-    for optimizer in reversed(optimizers):
-        optimizer.step()
-    after = [param for model in models for param in model.parameters()]
-    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, True, True, True, False, False]
-    states = autoamp.state_dict()
-    assert [states[f"loss_scaler{number}"]["loss_scale"] for number in (0, 1)] == [32768.0, 65536.0]
-    assert [states[f"loss_scaler{number}"]["unskipped"] for number in (0, 1)] == [0, 1]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(2))))

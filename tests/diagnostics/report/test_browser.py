@@ -89,28 +89,6 @@ def test_charts_have_data_names_do_not_inject_and_nothing_is_wrong(shown: Any) -
     assert shown.get_log("browser") == []
 
 
-SPLIT = """
-const broken = [];
-for (const cell of document.querySelectorAll('main td, main th')) {
-  const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    for (const word of texts.currentNode.data.matchAll(/\\w+/g)) {
-      const range = document.createRange();
-      range.setStart(texts.currentNode, word.index);
-      range.setEnd(texts.currentNode, word.index + word[0].length);
-      if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) broken.push(word[0]);
-    }
-  }
-}
-return broken;
-"""
-
-
-@pytest.mark.parametrize("width", [1200, 1500])
-def test_no_word_in_a_column_is_broken(width: int, driver: Any, page: Path) -> None:
-    assert show(driver, page, width=width).execute_script(SPLIT) == []
-
-
 def test_filter_sort_and_pages_of_ten_thousand_call_sites(shown: Any) -> None:
     assert column(shown, "casts", 0)[:2] == ["op9999", "op9998"]
     status = one(shown, "[data-table=casts] [role=status]")
@@ -144,11 +122,6 @@ def test_the_slider_moves_gradients_alone(shown: Any) -> None:
     shown.execute_script("document.querySelector('[data-table=values] tbody button').click()")
     assert one(shown, ".losses p").text.startswith("Shown: ")
     assert len(histogram()) == 1
-
-
-def test_the_tab_key_skips_to_the_report(shown: Any) -> None:
-    one(shown, "body").send_keys("\ue004")
-    assert shown.switch_to.active_element.text == "Skip to the report"
 
 
 @pytest.mark.parametrize("width", [360, 390, 768])
