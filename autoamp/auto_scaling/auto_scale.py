@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.auto_scaling.backward_pass import (
@@ -29,9 +25,9 @@ from autoamp.auto_scaling.backward_pass import (
     reached_by,
     scaled_gradients,
 )
-from autoamp.auto_scaling.hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses, is_ours
+from autoamp.auto_scaling.hooks import GradientHook, PostAccumulateHook, RunningPasses, is_ours
 from autoamp.errors import UsageError
-from autoamp.patching import PatchSet, imitate, original_of
+from autoamp.program import Subscriber
 from autoamp.scaling import LossScaler, is_flat, is_sharded
 from autoamp.stepping import (
     GuardedOptimizers,
@@ -47,10 +43,8 @@ __all__ = ["AutoScale"]
 
 log = logging.getLogger(__name__)
 
-_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
-
-class AutoScale:
+class AutoScale(Subscriber):
     """Scales every backward pass of the program that ends in parameters of an optimizer, until `stop`.
 
     Left alone are `torch.autograd.grad`, passes with ``create_graph=True``, those that reach no optimizer's parameter,
@@ -69,7 +63,6 @@ class AutoScale:
 
     def __init__(self, optimizers: GuardedOptimizers) -> None:
         self._optimizers = optimizers
-        self._patches = PatchSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
@@ -79,7 +72,7 @@ class AutoScale:
         self.active = False
 
     def start(self) -> AutoScale:
-        """Put the patches in place, and guard the optimizers that are there.
+        """Hear backward passes, and guard the optimizers that are there.
 
         Raises:
             UsageError: An optimizer steps master weights, or this torch does not number its backward passes.
@@ -95,67 +88,25 @@ class AutoScale:
         # What an earlier training used says nothing of the next one.
         self._yielded_to = None
         self.active = True
-        self.resume()
+        self._optimizers.program.update()
+        self.started()
         return self
 
-    def resume(self) -> None:
-        """Go on after `pause`, if it was not stopped."""
-        if self.active and not len(self._patches):
-            self._patch()
+    @property
+    def is_listening(self) -> bool:
+        """Whether it was started, and not stopped since."""
+        return self.active
+
+    def started(self) -> None:
+        """Guard the optimizers that are there."""
+        if self.active:
             for optimizer in living_optimizers():
-                self._guard_new(optimizer)
-
-    def pause(self) -> None:
-        """Take the patches back for a while."""
-        self._patches.restore()
-        self._optimizers.on_unguarded = None
-
-    def _patch(self) -> None:
-        patched: list[tuple[Any, str, Callable[[Any], Any]]] = [
-            (torch.autograd, "backward", self._around_backward),
-            (Tensor, "retain_grad", self._around_retain_grad),
-            (Tensor, "register_hook", self._around_register(GradientHook)),
-            (Tensor, "register_post_accumulate_grad_hook", self._around_register(PostAccumulateHook)),
-            (Module, "register_backward_hook", self._around_register(GradientHook)),
-            (Module, "register_full_backward_hook", self._around_register(GradientHook)),
-            (Module, "register_full_backward_pre_hook", self._around_register(GradientHook)),
-            (torch.nn.modules.module, "register_module_full_backward_hook", self._around_register_for_all),
-            (torch.nn.modules.module, "register_module_full_backward_pre_hook", self._around_register_for_all),
-            (Optimizer, "__init__", lambda f: _afterwards(f, self._guard_new)),
-            (Optimizer, "__setstate__", lambda f: _afterwards(f, self._guard_new)),
-            (torch.amp.GradScaler, "__init__", lambda f: _afterwards(f, self._notice_scaler)),
-            (torch.amp.GradScaler, "scale", lambda f: _afterwards(f, self._notice_scale)),
-            (torch.autocast, "__enter__", lambda f: _afterwards(f, self._notice_autocast)),
-        ]
-        if _SHARDED in sys.modules:
-            patched.append(self._sharded_scaler(sys.modules[_SHARDED]))
-        else:
-            self._patches.when_imported(_SHARDED, lambda module: self._replace(*self._sharded_scaler(module)))
-        before = torch.autograd.backward
-        with self._patches.all_or_nothing():
-            for owner, name, around in patched:
-                self._replace(owner, name, around)
-            backward = torch.autograd.backward
-            # Torch's own one, and that which takes note of losses.
-            taken = (original_of(backward), before)
-            self._patches.rebind({id(one): (one, backward) for one in taken}, lambda _: False)
-
-        # Those that `resume` does not find: nobody tells of objects that `gc.freeze()` has frozen.
-        self._optimizers.on_unguarded = self._guard_new
-
-    def _replace(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        # Some are inherited: Tensor has them from its base.
-        original = inspect.getattr_static(owner, name)
-        self._patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
-
-    def _sharded_scaler(self, module: Any) -> tuple[Any, str, Callable[[Any], Any]]:
-        """Return what to patch of torch's other class of scalers, whose ``scale()`` is its own."""
-        return module.ShardedGradScaler, "scale", lambda f: _afterwards(f, self._notice_scale)
+                self.optimizer_made(optimizer)
 
     def stop(self) -> None:
-        """Take the patches back. The optimizers stay guarded, for verdicts that their next step is to read."""
+        """Scale nothing any more. The optimizers stay guarded, for verdicts that their next step is to read."""
         self.active = False
-        self.pause()
+        self._optimizers.program.update()
 
     def __enter__(self) -> AutoScale:
         return self
@@ -175,7 +126,8 @@ class AutoScale:
 
     # -- what the program makes --
 
-    def _guard_new(self, optimizer: Any) -> None:
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Guard an optimizer."""
         # An FP16_Optimizer guards the optimizer within it, and a half-built optimizer has no groups.
         if self.active and not isinstance(optimizer, ScalesItself):
             with contextlib.suppress(AttributeError):
@@ -183,19 +135,31 @@ class AutoScale:
                     self._optimizers.guard(optimizer, check=False).repeats_closure = False
                     self._known.add(optimizer)
 
-    def _notice_scaler(self, scaler: torch.amp.GradScaler) -> None:
+    def unguarded_step(self, optimizer: Any) -> None:
+        """Guard an optimizer that `started` did not find: nobody tells of objects that ``gc.freeze()`` has frozen."""
+        self.optimizer_made(optimizer)
+
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        """Note that the program has a scaler."""
         # A scaler that is half built cannot tell yet.
         with contextlib.suppress(AttributeError):
-            self._made_scaler = self._made_scaler or scaler.is_enabled()
+            self._made_scaler = self._made_scaler or (self.active and scaler.is_enabled())
 
-    def _notice_scale(self, scaler: torch.amp.GradScaler) -> None:
-        if scaler.is_enabled():
+    def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        """Yield to a scaler of the program."""
+        if self.active and scaler.is_enabled():
             self._used_scaler = True
             self.yield_to("torch.amp.GradScaler")
 
-    def _notice_autocast(self, region: torch.autocast) -> None:
-        # A region for an evaluation, or for another device, says nothing of how the program trains.
-        if region._enabled and region.device == self._optimizers.casts.device_type and torch.is_grad_enabled():
+    def autocast_entered(self, region: torch.autocast) -> None:
+        """Yield to a region in which the program trains; not to one for an evaluation, or for another device."""
+        if (
+            self.active
+            and not torch.compiler.is_compiling()
+            and region._enabled
+            and region.device == self._optimizers.casts.device_type
+            and torch.is_grad_enabled()
+        ):
             self.yield_to("torch.autocast")
 
     def yield_to(self, whom: str) -> None:
@@ -210,7 +174,9 @@ class AutoScale:
 
     # -- backward passes --
 
-    def _around_backward(self, original: Any) -> Any:
+    def around_backward(self, original: Any) -> Any:
+        """Return a function that scales a pass, if it is one to scale."""
+
         def backward(
             tensors: Any,
             grad_tensors: Any = None,
@@ -219,6 +185,9 @@ class AutoScale:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
+            if not self.active:
+                original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                return
             roots = listed(tensors)
             given = listed(grad_tensors if grad_variables is None else grad_variables)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
@@ -308,43 +277,15 @@ class AutoScale:
 
     # -- what the program sees of it --
 
-    def _around_retain_grad(self, original: Any) -> Any:
-        def retain_grad(self_: Tensor) -> None:
-            original(self_)
-            if not self_.is_leaf:
-                self._retained[self_] = None
+    def grad_retained(self, tensor: Tensor) -> None:
+        """Note a tensor whose gradient is to be true."""
+        if self.active and not tensor.is_leaf:
+            self._retained[tensor] = None
 
-        return retain_grad
-
-    def _around_register(self, kind: type[Hook]) -> Callable[[Any], Any]:
-        def around(original: Any) -> Any:
-            def register(self_: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
-                # A tensor subclass comes by twice, on its way through __torch_function__.
-                if callable(hook) and not is_ours(hook) and not torch.compiler.is_compiling():
-                    hook = self._seeing_true(kind, hook, self_ if isinstance(self_, Tensor) else None)
-                return original(self_, hook, *args, **kwargs)
-
-            return register
-
-        return around
-
-    def _around_register_for_all(self, original: Any) -> Any:
-        def register(hook: Any) -> Any:
-            return original(self._seeing_true(GradientHook, hook, None) if callable(hook) else hook)
-
-        return register
-
-    def _seeing_true(self, kind: type[Hook], hook: Any, tensor: Tensor | None) -> Hook:
+    def hook_registered(self, hook: Any, tensor: Tensor | None, *, accumulated: bool) -> Any:
+        """Return a hook that gets true gradients."""
+        # A tensor subclass comes by twice, on its way through __torch_function__.
+        if not self.active or not callable(hook) or is_ours(hook) or torch.compiler.is_compiling():
+            return hook
+        kind = PostAccumulateHook if accumulated else GradientHook
         return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
-
-
-def _afterwards(original: Any, notice: Callable[[Any], None]) -> Any:
-    """Return a replacement of a method that calls ``notice(self)`` after it."""
-
-    def replacement(self_: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self_, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            notice(self_)
-        return result
-
-    return replacement

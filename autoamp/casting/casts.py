@@ -102,10 +102,6 @@ class Casts:
         """Tell whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
         return False
 
-    def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what else is to be patched, here nothing: owner, name, and what builds a replacement."""
-        return ()
-
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Cast again, for a closure that an optimizer calls within its step, during which casts are off."""
         return self.switched(None if self.in_modules else True)

@@ -9,11 +9,13 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.errors import UsageError, kind_of
+from autoamp.program import Subscriber
+from autoamp.stepping import Step
 
 __all__ = ["Followers", "write_scalars"]
 
 
-class Followers:
+class Followers(Subscriber):
     """Functions that are called after each step of an optimizer, when the weights have been updated."""
 
     def __init__(self) -> None:
@@ -43,14 +45,10 @@ class Followers:
         """
         return self.add(*map(_stepping, followers), after_skips=False)
 
-    def stepped(self, skipped: Callable[[], bool]) -> None:
-        """Call the functions: an optimizer's step has ended.
-
-        Args:
-            skipped: Tells whether the step was skipped. It may wait for the device.
-        """
+    def step_ended(self, step: Step) -> None:
+        """Call the functions. Whether the step was skipped is asked where a function depends on it; that may wait."""
         for calls, after_skips in self._entries:
-            if after_skips or not skipped():
+            if after_skips or not step.skipped:
                 for call in calls:
                     call()
 

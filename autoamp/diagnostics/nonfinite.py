@@ -23,6 +23,7 @@ from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.own_scaler import OwnScaler
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
+from autoamp.program import Subscriber
 from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
 from autoamp.stepping import GuardedOptimizers, StepGuard, named_params, several_processes, stepped_params
 
@@ -57,8 +58,8 @@ class NonFiniteStep:
         return f"step {self.step} of {self.optimizer} has inf or nan in {where}{done}{cause}"
 
 
-class NonFiniteSteps:
-    """Looks at the gradients of each step that no loss scale checks, from `start` to `stop`.
+class NonFiniteSteps(Subscriber):
+    """Looks at the gradients of each step that no loss scale checks, while the handle is active.
 
     Args:
         optimizers: Those of the handle, with their guards.
@@ -82,15 +83,13 @@ class NonFiniteSteps:
         self._told: set[Any] = set()
         self._unread = UnreadFlags()
 
-    def start(self) -> None:
+    def started(self) -> None:
         """Look at each step from now on."""
-        # The handle may have other casts by the time of a step.
-        self._optimizers.look = lambda *step: self._optimizers.casts.local.bound(self._look, False)(*step)  # noqa: PLW0108
         self._optimizers.undoes_steps = self._action != "warn"
 
-    def stop(self) -> None:
-        """Look at no more steps, and wait for the flags that were not read."""
-        self._optimizers.look, self._optimizers.undoes_steps = lambda *_: False, False
+    def stopped(self) -> None:
+        """Wait for the flags that were not read."""
+        self._optimizers.undoes_steps = False
         self._unread.catch_up()
         self.own_scaler.catch_up()
 
@@ -107,6 +106,11 @@ class NonFiniteSteps:
         return tuple(self._found)
 
     # -- a step --
+
+    def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
+        """Look at a step with casts off; see `_look`."""
+        # The handle may have other casts by the time of a step.
+        return self._optimizers.casts.local.bound(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
 
     def _look(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at the gradients or losses that an optimizer is about to step by; tell whether to skip the step.

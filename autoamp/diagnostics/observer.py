@@ -22,7 +22,7 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError
 from autoamp.ops import Target
-from autoamp.patching import imitate, original_of
+from autoamp.program import Subscriber
 from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of
 
 __all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
@@ -115,7 +115,7 @@ class _Thread(threading.local):
     paused = False
 
 
-class Observation:
+class Observation(Subscriber):
     """The observers of one handle, and the layer above replacements that calls them.
 
     Attributes:
@@ -235,8 +235,10 @@ class Observation:
         watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
         return trace_as(traced_in_place_of(replacement))(watching)
 
-    def watched_modules(self, replacement: types.FunctionType) -> Any:
+    def around_module_call(self, replacement: Any) -> Any:
         """Return a replacement of ``torch.nn.Module.__call__`` that keeps the running module calls of each thread."""
+        if not self.observers:
+            return replacement
         compiling, thread, observation = torch.compiler.is_compiling, self._thread, self
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +253,7 @@ class Observation:
             finally:
                 thread.modules = before
 
-        return imitate(call, original_of(replacement))
+        return call
 
 
 class OperatorObserver(Observer):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.patching import imitate
+from autoamp.program import Subscriber
 from autoamp.scaling import StaticLossScaler, UnreadFlags
 from autoamp.stepping import GuardedOptimizers, Skips, Step
 
@@ -20,7 +19,7 @@ __all__ = ["OwnScaler"]
 _LOWEST = 2.0**-126
 
 
-class OwnScaler:
+class OwnScaler(Subscriber):
     """Counts the steps that a `torch.amp.GradScaler` of the program skips.
 
     Args:
@@ -39,15 +38,6 @@ class OwnScaler:
         self._called = False
         self._flag: Tensor | None = None
 
-    def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
-        scaler = torch.amp.GradScaler
-        return [
-            (scaler, "scale", self._around_scale),
-            (scaler, "step", self._around_step),
-            (scaler, "unscale_", self._around_unscale),
-        ]
-
     def catch_up(self) -> None:
         """Learn what became of the last steps where only the device knows it; waits for the device."""
         self._unread.catch_up()
@@ -58,16 +48,14 @@ class OwnScaler:
         flag = getattr(optimizer, "found_inf", None)
         self._flag = self._optimizers.counts.last.flag = flag if isinstance(flag, Tensor) else None
 
-    def _around_scale(self, original: Any) -> Any:
-        def scale(self_: Any, outputs: Any) -> Any:
-            scaled = original(self_, outputs)
-            if isinstance(outputs, Tensor) and self_.is_enabled() and not _is_compiling():
-                self._optimizers.watch.loss_scaled(outputs, _LazyScale(self_))
-            return scaled
+    def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        """Take note of a loss that is scaled."""
+        if isinstance(outputs, Tensor) and scaler.is_enabled() and not _is_compiling():
+            self._optimizers.watch.loss_scaled(outputs, _LazyScale(scaler))
 
-        return imitate(scale, original)
+    def around_unscale(self, original: Any) -> Any:
+        """Return an ``unscale_`` whose errors are explained."""
 
-    def _around_unscale(self, original: Any) -> Any:
         def unscale_(self_: Any, optimizer: Any) -> None:
             try:
                 original(self_, optimizer)
@@ -75,9 +63,11 @@ class OwnScaler:
                 self._optimizers.casts.explain(error)
                 raise
 
-        return imitate(unscale_, original)
+        return unscale_
 
-    def _around_step(self, original: Any) -> Any:
+    def around_scaler_step(self, original: Any) -> Any:
+        """Return a ``step`` that is counted."""
+
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self.stepping or not self_.is_enabled() or _is_compiling():
                 return original(self_, optimizer, *args, **kwargs)
@@ -90,7 +80,7 @@ class OwnScaler:
             self._count(self_, optimizer)
             return result
 
-        return imitate(step, original)
+        return step
 
     def _count(self, scaler: Any, optimizer: Any) -> None:
         """Count the step that the scaler has just taken or skipped."""
@@ -112,7 +102,7 @@ class OwnScaler:
         elif guard is None and not skips.step.skipped:
             skips.count(False)
         if not self._called:
-            self._optimizers.on_stepped(skips.step)
+            self._optimizers.program.tell(Subscriber.step_ended, skips.step)
 
 
 class _LazyScale:

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -24,7 +24,7 @@ from autoamp.diagnostics.call_places import CallPlaces
 from autoamp.diagnostics.call_sites import user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls
 from autoamp.errors import UsageError
-from autoamp.patching import imitate
+from autoamp.program import Subscriber
 from autoamp.scaling import local_of
 from autoamp.stepping import several_processes
 from autoamp.tape import CannotRerun, Recording, Ref
@@ -122,7 +122,7 @@ class _Inside(threading.local):
     recording: Recording | None = None
 
 
-class StepRecorder:
+class StepRecorder(Subscriber):
     """Records steps.
 
     Args:
@@ -274,11 +274,7 @@ class StepRecorder:
         if is_single and type(scale) is float and scale == 1.0:
             step.unscaled.append(value)
 
-    def builders(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what to patch: the owner, the attribute, and what builds the replacement of it."""
-        return [(torch.autograd, "backward", self._around_backward)]
-
-    def _around_backward(self, original: Any) -> Any:
+    def around_backward(self, original: Any) -> Any:
         """Return a replacement of `torch.autograd.backward` that takes note of losses and of where passes begin."""
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +291,7 @@ class StepRecorder:
             with self.begin_backward((grad_tensors, kwargs.get("grad_variables"))):
                 return original(tensors, grad_tensors, *args, **kwargs)
 
-        return imitate(backward, original, "torch.autograd", "backward")
+        return backward
 
     def begin_backward(self, given: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a backward pass runs, by these gradients or by 1."""

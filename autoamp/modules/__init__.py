@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from autoamp.modules.buffer_writes import BufferWrites
-from autoamp.modules.call import CallRecorder, build_module_call
+from autoamp.modules.call import CallRecorder, ModuleCalls
 from autoamp.modules.half_models import CastModels, ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions, Override, check_module_rules, class_name
-from autoamp.modules.recompute import (
-    build_function_backward,
-    build_function_context,
-    build_parallel_apply,
-    build_recompute,
-)
 from autoamp.modules.scope import AUTOCAST, ModuleCasts
 
 __all__ = [
@@ -20,14 +14,10 @@ __all__ = [
     "CallRecorder",
     "CastModels",
     "ForwardDtypes",
+    "ModuleCalls",
     "ModuleCasts",
     "ModulePrecisions",
     "Override",
-    "build_function_backward",
-    "build_function_context",
-    "build_module_call",
-    "build_parallel_apply",
-    "build_recompute",
     "check_module_rules",
     "class_name",
 ]

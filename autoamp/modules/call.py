@@ -8,7 +8,6 @@ it would without autoamp.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,12 +18,12 @@ from autoamp.casting import Casts
 from autoamp.modules.half_models import ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
-from autoamp.patching import imitate
+from autoamp.program import Subscriber
 from autoamp.rules import ModulePrecision
 from autoamp.stepping import refresh_params
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
-__all__ = ["CallRecorder", "build_module_call"]
+__all__ = ["CallRecorder", "ModuleCalls"]
 
 
 class CallRecorder(Protocol):
@@ -44,22 +43,71 @@ class CallRecorder(Protocol):
         """Hear that the call has ended; ``outputs`` is None where it raised."""
 
 
-def build_module_call(
-    original: types.FunctionType,
-    casts: Casts,
-    precisions: ModulePrecisions,
-    forward_dtypes: ModuleTags[ForwardDtypes],
-    recorder: CallRecorder | None = None,
-) -> Any:
-    """Build the replacement of ``torch.nn.Module.__call__``.
+class ModuleCalls(Subscriber):
+    """Stands around calls of modules. What runs later or in another thread casts as its caller did.
+
+    That is what `torch.utils.checkpoint` runs again in backward, where the module around it has returned, and with it
+    the precision that it ran in; the backward of a custom function; and the threads of `torch.nn.DataParallel`.
 
     Args:
-        original: What is replaced.
-        casts: The state that the replacement reads.
+        casts: The state that calls read and set.
         precisions: Which modules run in a precision of their own.
         forward_dtypes: In which dtypes models take inputs and give outputs.
         recorder: Records outermost calls; None for no records.
     """
+
+    def __init__(
+        self,
+        casts: Casts,
+        precisions: ModulePrecisions,
+        forward_dtypes: ModuleTags[ForwardDtypes],
+        recorder: CallRecorder | None = None,
+    ) -> None:
+        self._casts = casts
+        self._precisions = precisions
+        self._forward_dtypes = forward_dtypes
+        self._recorder = recorder
+
+    def around_module_call(self, call: Any) -> Any:
+        """Return the replacement of ``torch.nn.Module.__call__``."""
+        return _build_call(call, self._casts, self._precisions, self._forward_dtypes, self._recorder)
+
+    def step_ended(self, step: Any) -> None:
+        """Note that an optimizer has stepped."""
+        self._casts.note_step()
+        self._precisions.warn_of_missing_classes()
+
+    def runs_later(self, function: Any) -> Any:
+        """Return a function that casts as this thread does now."""
+        return self._casts.remembered(function)
+
+    def function_called(self, context: Any) -> None:
+        """Note how this thread casts in the forward of a custom function."""
+        context._autoamp_switches = self._casts, self._casts.switches()
+
+    def around_function_backward(self, apply: Any) -> Any:
+        """Return what runs the backward of a custom function, which casts as its forward did.
+
+        The thread may be another one, of autograd's own on CUDA, and ``with`` statements around the forward have ended.
+        """
+        casts = self._casts
+
+        def apply_as_noted(context: Any, *args: Any) -> Any:
+            noted, switches = vars(context).get("_autoamp_switches", (None, None))
+            if noted is not casts or switches == casts.switches() or not casts.is_open:
+                return apply(context, *args)
+            return casts.local.bound(apply, *switches)(context, *args)
+
+        return apply_as_noted
+
+
+def _build_call(
+    original: Any,
+    casts: Casts,
+    precisions: ModulePrecisions,
+    forward_dtypes: ModuleTags[ForwardDtypes],
+    recorder: CallRecorder | None,
+) -> Any:
     local, cache, compiling, in_modules = casts.local, casts.cache, torch.compiler.is_dynamo_compiling, casts.in_modules
     has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
@@ -123,7 +171,7 @@ def build_module_call(
             look()
         return outputs if dtypes is None else dtypes.cast_outputs(outputs)
 
-    return imitate(call, original)
+    return call
 
 
 def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:

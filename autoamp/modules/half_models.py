@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.casting import Casts, Token, flatten_weights
 from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.tags import ModuleTags
-from autoamp.patching import imitate
+from autoamp.program import Subscriber
 from autoamp.stepping import fit_state, load_master, master_of, release_master
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
@@ -73,7 +73,7 @@ class ForwardDtypes:
         return [local.set(False)] if self.casts is False and casts.on_by_default else []
 
 
-class CastModels:
+class CastModels(Subscriber):
     """The models of a handle that are in half precision, or whose inputs and outputs are cast.
 
     Attributes:
@@ -163,11 +163,10 @@ class CastModels:
             self.forward_dtypes.remove(inherited, model)
         self.forward_dtypes.give(model, dtypes)
 
-    def builders(self) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
-        """Return which methods of `torch.nn.Module` to patch beside its call, each with what builds its replacement."""
-        if not self._models:
-            return ()
-        return ("state_dict", self._build_state_dict), ("load_state_dict", self._build_load_state_dict)
+    @property
+    def is_listening(self) -> bool:
+        """Whether there are models."""
+        return bool(self._models)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -210,7 +209,8 @@ class CastModels:
             return True
         return self.is_half(module)
 
-    def _build_state_dict(self, original: Any) -> Any:
+    def around_state_dict(self, original: Any) -> Any:
+        """Return what gives the fp32 values of half models."""
         models, depth = self, _Depth()
 
         def state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -229,9 +229,10 @@ class CastModels:
                 state[key] = _widened(state[key], wide.get(key), keep_vars)
             return state
 
-        return imitate(state_dict, original)
+        return state_dict
 
-    def _build_load_state_dict(self, original: Any) -> Any:
+    def around_load_state_dict(self, original: Any) -> Any:
+        """Return what loads fp32 values into half models."""
         models = self
 
         def load_state_dict(self: Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +241,7 @@ class CastModels:
                 models._load_wide(self, state_dict)
             return result
 
-        return imitate(load_state_dict, original)
+        return load_state_dict
 
     def _wide_values(self, module: Module) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of each parameter and buffer that has fp32 values beside the half ones, both of them."""

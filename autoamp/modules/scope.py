@@ -16,7 +16,6 @@ import torch
 from torch.nn import Module
 
 from autoamp.casting import Casts, ThreadState, TracedSwitches
-from autoamp.modules.half_interop import interop_builders
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
 __all__ = ["AUTOCAST", "ModuleCasts"]
@@ -116,7 +115,3 @@ class ModuleCasts(Casts):
             return (cast if local.switches.on is None and has_half(args, kwargs) else original)(*args, **kwargs)
 
         return outside
-
-    def builders(self) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-        """Return what else is to be patched: where half tensors meet code that knows of none."""
-        return interop_builders(self)

@@ -17,7 +17,7 @@ at any length, without the backward pass 0.5. Of a transformer's training step (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ import torch
 from autoamp.casting import Casts, cast_call
 from autoamp.patching import imitate
 
-__all__ = ["build_attention", "build_fast_path_check", "builders_for_half_models"]
+__all__ = ["build_attention", "build_fast_path_check", "build_half_attention"]
 
 _LONGEST_IN_BF16 = 128
 _NAMES = ("query", "key", "value")
@@ -73,16 +73,12 @@ def build_fast_path_check(original: Callable[[], bool], casts: Casts) -> Any:
     return imitate(get_fastpath_enabled, original)
 
 
-def builders_for_half_models(casts: Casts) -> Sequence[tuple[Any, str, Callable[[Any], Any]]]:
-    """Return what is patched where no function casts: owner, name, and what builds a replacement."""
+def build_half_attention(original: Any, casts: Casts) -> Any:
+    """Build the replacement of that function where no function casts, for half models."""
+    in_fp32 = build_attention(original, casts)
 
-    def build(original: Any) -> Any:
-        in_fp32 = build_attention(original, casts)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        result = NotImplemented if in_fp32 is None else in_fp32(args, kwargs)
+        return original(*args, **kwargs) if result is NotImplemented else result
 
-        def attention(*args: Any, **kwargs: Any) -> Any:
-            result = NotImplemented if in_fp32 is None else in_fp32(args, kwargs)
-            return original(*args, **kwargs) if result is NotImplemented else result
-
-        return imitate(attention, original)
-
-    return () if casts.on_by_default else ((torch.nn.functional, "scaled_dot_product_attention", build),)
+    return imitate(attention, original)

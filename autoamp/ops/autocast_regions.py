@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
 
 import torch
 
 from autoamp.casting import Casts
-from autoamp.patching import imitate
+from autoamp.program import Subscriber
 from autoamp.torch_private import traced_frame
 
 __all__ = ["AutocastRegions"]
@@ -26,7 +25,7 @@ _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__"})
 _OURS = __name__.partition(".")[0] + "."
 
 
-class AutocastRegions:
+class AutocastRegions(Subscriber):
     """Turns one handle's casts off within the disabled autocast regions of its device type, in their thread.
 
     Regions of all kinds are told to `Casts.note_autocast`.
@@ -35,43 +34,32 @@ class AutocastRegions:
     def __init__(self, casts: Casts) -> None:
         self._casts = casts
 
-    def build_enter(self, original: Any) -> Any:
-        """Build the replacement of ``torch.autocast.__enter__``."""
+    def autocast_entered(self, region: torch.autocast) -> None:
+        """Turn casts off in a disabled region of the program."""
         casts, local = self._casts, self._casts.local
+        is_off, traced = not region._enabled and region.device == casts.device_type, traced_frame()
+        if traced is not None:
+            # Dynamo enters the regions of the code that it traces.
+            if is_off and _is_the_programs(*traced):
+                local.regions = (*local.regions, (region, None))
+                local.traced.autoamp_set(False, True)
+        elif _is_the_programs(*_caller(sys._getframe(1))):
+            casts.note_autocast(region.device, enabled=region._enabled)
+            if is_off:
+                local.regions = (*local.regions, (region, local.set(False, forced_off=True)))
 
-        def enter(self: torch.autocast) -> Any:
-            entered, is_off = original(self), not self._enabled and self.device == casts.device_type
-            traced = traced_frame()
-            if traced is not None:
-                # Dynamo enters the regions of the code that it traces.
-                if is_off and _is_the_programs(*traced):
-                    local.regions = (*local.regions, (self, None))
-                    local.traced.autoamp_set(False, True)
-            elif _is_the_programs(*_caller(sys._getframe(1))):
-                casts.note_autocast(self.device, enabled=self._enabled)
-                if is_off:
-                    local.regions = (*local.regions, (self, local.set(False, forced_off=True)))
-            return entered
-
-        return imitate(enter, original)
-
-    def build_exit(self, original: Any) -> Any:
-        """Build the replacement of ``torch.autocast.__exit__``."""
-        casts, local = self._casts, self._casts.local
-
-        def leave(self: torch.autocast, *exc_info: Any) -> Any:
-            if local.regions and local.regions[-1][0] is self:
-                if isinstance(exc_info[1], Exception):
-                    casts.explain(exc_info[1])
-                *rest, (_, token) = local.regions
-                local.regions = tuple(rest)
-                if token is None:
-                    local.traced.autoamp_reset()
-                else:
-                    local.reset(token)
-            return original(self, *exc_info)
-
-        return imitate(leave, original)
+    def autocast_left(self, region: torch.autocast, error: BaseException | None) -> None:
+        """Turn casts on again."""
+        local = self._casts.local
+        if local.regions and local.regions[-1][0] is region:
+            if isinstance(error, Exception):
+                self._casts.explain(error)
+            *rest, (_, token) = local.regions
+            local.regions = tuple(rest)
+            if token is None:
+                local.traced.autoamp_reset()
+            else:
+                local.reset(token)
 
 
 def _caller(frame: types.FrameType | None) -> tuple[str, str]:

@@ -8,39 +8,34 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from autoamp.casting import Casts
 from autoamp.ops.composites import run_in_autocast
 from autoamp.patching import imitate
-from autoamp.torch_private import SCRIPTED
 
-__all__ = ["builders_for_scripts"]
+__all__ = ["build_script_call"]
 
 # The numbers of fp16 and bf16 in TorchScript.
 _HALF_NUMBERS = (5, 15)
 _PRODUCT = re.compile("aten::(_?conv|linear|matmul|bilinear|(add|badd|b|addb)?mm$|(add)?mv$)|prim::ListConstruct")
 
 
-def builders_for_scripts(casts: Casts) -> Sequence[tuple[Any, str, Any]]:
-    """Return what is patched for TorchScript: owner, name, and what builds a replacement."""
+def build_script_call(original: Any, casts: Casts) -> Any:
+    """Build the replacement of the ``__call__`` of compiled functions or methods."""
     # A module keeps its compiled methods.
     known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def build(original: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not casts.wants(args, kwargs) or casts.autocast_rules():
-                return original(self, *args, **kwargs)
-            if self not in known:
-                known[self] = _is_decided(self)
-            if known[self]:
-                return original(self, *args, **kwargs)
-            return run_in_autocast(casts, original, (self, *args), kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not casts.wants(args, kwargs) or casts.autocast_rules():
+            return original(self, *args, **kwargs)
+        if self not in known:
+            known[self] = _is_decided(self)
+        if known[self]:
+            return original(self, *args, **kwargs)
+        return run_in_autocast(casts, original, (self, *args), kwargs)
 
-        return imitate(call, original, "torch", "ScriptMethod.__call__")
-
-    return [(owner, "__call__", build) for owner in SCRIPTED]
+    return imitate(call, original, "torch", "ScriptMethod.__call__")
 
 
 def _is_decided(code: Any) -> bool:

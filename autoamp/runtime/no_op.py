@@ -18,7 +18,7 @@ from autoamp.rules import CastTable
 from autoamp.runtime.handle import BaseHandle
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.stepping import listed, stepped_params
+from autoamp.stepping import Step, listed, stepped_params
 
 __all__ = ["NoOpHandle"]
 
@@ -77,7 +77,7 @@ class NoOpHandle(BaseHandle):
         calls = self._runtime.followers
         end = calls.follow(followers)
         if self._following is None:
-            self._following = register_optimizer_step_post_hook(lambda *_: calls.stepped(lambda: False))
+            self._following = register_optimizer_step_post_hook(lambda *_: calls.step_ended(Step()))
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
-from autoamp import modules, ops, torch_private
+from autoamp import ops, torch_private
 from autoamp.errors import ListFileError, PatchError, warn_user
-from autoamp.patching import CompilerTables, PatchSet, mark, name_by, original_of
+from autoamp.patching import CompilerTables, PatchSet, mark, name_by
+from autoamp.program import Subscriber
 from autoamp.rules import CastPolicy, CastRule
-from autoamp.stepping import ClippingWatch, OptimizerSteps, scaled_params
 
 __all__ = ["PatchedTorch"]
 
@@ -45,7 +42,6 @@ class PatchedTorch:
         self._runtime = runtime
         self.patches = PatchSet()
         self._compilers = CompilerTables()
-        self._steps = OptimizerSteps(runtime.optimizers)
         self._registered: list[ops.Target] = []
         # The rules that patched nothing so far: their module is not imported, or has no such name.
         self._waiting: list[CastRule] = []
@@ -63,7 +59,9 @@ class PatchedTorch:
             casts.open()
             try:
                 with self.patches.all_or_nothing():
-                    functions = self._patch_beside_lists()
+                    functions = run.optimizers.program.patch(self.patches, ops.unlisted_functions(casts))
+                    for original, replacement in functions.values():
+                        self._compilers.add(original, replacement)
                     # One target for each attribute, the last: a registration goes before the lists.
                     targets = {(id(one.parent), one.attribute): one for one in (*expansion.targets, *registered)}
                     self._patch_targets(targets.values(), functions)
@@ -76,9 +74,7 @@ class PatchedTorch:
                 raise
             self.in_place = True
         self._registered, self.skipped_rules = list(registered), expansion.skipped
-        self._steps.start(self.patches)
-        run.nonfinite.start()
-        run.auto_scaling.resume()
+        run.optimizers.program.tell(Subscriber.started)
         log.log(
             # A program that has not set up logging shows warnings alone.
             logging.WARNING if settings.verbose else logging.DEBUG,
@@ -95,13 +91,12 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             run = self._runtime
-            run.auto_scaling.pause()
             run.casts.shut()
-            self._steps.stop()
-            run.nonfinite.stop()
+            run.optimizers.program.tell(Subscriber.stopped)
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
+        self._runtime.optimizers.program.restore()
         foreign = self.patches.restore()
         self._compilers.forget()
         self._built.clear()
@@ -179,63 +174,6 @@ class PatchedTorch:
         parts = rule.target.split(".")
         for end in range(1, len(parts)):
             self.patches.when_imported(".".join(parts[:end]), imported)
-
-    # -- what is on no list --
-
-    def _patch_beside_lists(self) -> dict[int, tuple[Any, Any]]:
-        """Patch what is on no list. Returns the functions of modules among it, which programs may hold by name."""
-        functions: dict[int, tuple[Any, Any]] = {}
-        for owner, name, builder in self._builders():
-            if owner is None or name is None:
-                # This torch has no such thing; `torch_private` says what goes without.
-                continue
-            original = original_of(inspect.getattr_static(owner, name))
-            replacement = builder(original)
-            self.patches.replace(owner, name, replacement)
-            if isinstance(owner, types.ModuleType):
-                self._compilers.add(original, replacement)
-                functions[id(original)] = (original, replacement)
-        return functions
-
-    def _builders(self) -> list[tuple[Any, str | None, Callable[[Any], Any]]]:
-        """Return owners, attributes, and what builds each replacement."""
-        run, checkpoint = self._runtime, torch.utils.checkpoint
-        casts, context = run.casts, torch_private.CUSTOM_FUNCTION_CONTEXT
-        # The function `parallel_apply` hides the second and third of these modules as attributes.
-        parallel = ("torch.nn.parallel", "torch.nn.parallel.data_parallel", "torch.nn.parallel.parallel_apply")
-        regions = ops.AutocastRegions(casts)
-        clipping = ClippingWatch(lambda: scaled_params(run.optimizers), run.optimizers.refuse_clipping)
-        return [
-            (torch.autocast, "__enter__", regions.build_enter),
-            (torch.autocast, "__exit__", regions.build_exit),
-            (torch.backends.mha, "get_fastpath_enabled", lambda f: ops.build_fast_path_check(f, casts)),
-            (torch.nn.RNNBase, torch_private.CHECK_INPUT, lambda original: ops.build_check_input(original, casts)),
-            (checkpoint, torch_private.RECOMPUTATION, lambda f: modules.build_recompute(f, casts, 0)),
-            (checkpoint.CheckpointFunction, "forward", lambda f: modules.build_recompute(f, casts, 1)),
-            (context, "__init__", lambda original: modules.build_function_context(original, casts)),
-            (context, "apply", lambda original: modules.build_function_backward(original, casts)),
-            (torch.nn.utils, "clip_grad_norm_", clipping.around),
-            (torch.nn.utils, "clip_grad_value_", clipping.around),
-            (torch.nn.Module, "__call__", self._module_call),
-            # What `torch.fx` calls modules by, torch.export too.
-            (sys.modules.get("torch.fx._symbolic_trace"), "_orig_module_call", self._module_call),
-            *(
-                (sys.modules[name], "parallel_apply", lambda f: modules.build_parallel_apply(f, casts))
-                for name in parallel
-            ),
-            *((torch.nn.Module, name, builder) for name, builder in run.models.builders()),
-            *run.overflows.recorder.builders(),
-            *run.nonfinite.own_scaler.builders(),
-            *casts.builders(),
-            *ops.builders_for_half_models(casts),
-            *ops.builders_for_scripts(casts),
-        ]
-
-    def _module_call(self, original: Any) -> Any:
-        run = self._runtime
-        forward_dtypes, recorder = run.models.forward_dtypes, run.overflows.recorder
-        call = modules.build_module_call(original, run.casts, run.precisions, forward_dtypes, recorder)
-        return run.observation.watched_modules(call) if run.observation.observers else call
 
     # -- what the rules do --
 

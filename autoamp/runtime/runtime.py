@@ -23,14 +23,14 @@ from autoamp.diagnostics import (
     Watch,
 )
 from autoamp.errors import UsageError, kind_of
-from autoamp.modules import CastModels, ModuleCasts, ModulePrecisions
-from autoamp.ops import Target
+from autoamp.modules import CastModels, ModuleCalls, ModuleCasts, ModulePrecisions
+from autoamp.ops import AutocastRegions, Target
 from autoamp.runtime.dtype_notes import add_dtype_note
 from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import GuardedOptimizers, Step
+from autoamp.stepping import GuardedOptimizers, OptimizerSteps
 
 __all__ = ["Runtime"]
 
@@ -64,11 +64,10 @@ class Runtime:
             self._casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
         self.optimizers.runtime = self
-        self._apply(settings)
         self.followers = Followers()
-        self.optimizers.on_stepped = self._stepped
-        self.patched = PatchedTorch(self)
         self.auto_scaling = AutoScale(self.optimizers)
+        self._apply(settings)
+        self.patched = PatchedTorch(self)
         self.counts: Counts | None = None
         self.half_losses: HalfLosses | None = None
         self.recording: Recording | None = None
@@ -94,11 +93,20 @@ class Runtime:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
         self.optimizers.watch = self.overflows
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
-
-    def _stepped(self, step: Step) -> None:
-        self.casts.note_step()
-        self.precisions.warn_of_missing_classes()
-        self.followers.stepped(lambda: step.skipped)
+        recorder = self.overflows.recorder
+        # Who hears first, `autoamp.program.ORDER` says.
+        self.optimizers.program.subscribe(
+            self.observation,
+            ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, recorder),
+            self.models,
+            AutocastRegions(self.casts),
+            OptimizerSteps(self.optimizers),
+            self.auto_scaling,
+            recorder,
+            self.nonfinite.own_scaler,
+            self.nonfinite,
+            self.followers,
+        )
 
     @property
     def casts(self) -> Casts:

@@ -23,10 +23,8 @@ from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, Step, StepWatch
-from autoamp.stepping.usage_checks import ClippingWatch
 
 __all__ = [
-    "ClippingWatch",
     "GuardOwner",
     "GuardedOptimizers",
     "MasterWeights",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autoamp.casting import Casts
 from autoamp.errors import UsageError, kind_of
+from autoamp.program import Program, Subscriber
 from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
 from autoamp.stepping.attach import ScalesItself, guard_before, living_modules, living_optimizers, stepped_params
 from autoamp.stepping.block import scaled_loss_block
@@ -62,11 +63,7 @@ class GuardedOptimizers(Guards):
         asked: The process groups over which the program wants steps to be agreed on.
         runtime: What drives the handle now; None for optimizers of no handle.
         watch: Hears of losses, steps and skips, for diagnostics.
-        on_stepped: Called after each step of an optimizer, with or without loss scaling.
-        on_unguarded: Called with an optimizer that steps and has no guard, which may give it one; None where nobody
-            asks.
-        look: Called with an optimizer that is about to step, and its guard if it has one; returns whether to skip the
-            step, since gradients that no loss scale guards hold inf or nan.
+        program: Tells what optimizers do.
         undoes_steps: Whether a step that meets inf or nan in a later evaluation of its closure is undone.
     """
 
@@ -76,9 +73,7 @@ class GuardedOptimizers(Guards):
         self.asked = RequestedGroups()
         self.runtime: ActiveRuntime | None = None
         self.watch = StepWatch()
-        self.on_stepped: Callable[[Step], None] = lambda step: None
-        self.on_unguarded: Callable[[Any], None] | None = None
-        self.look: Callable[[Any, StepGuard | None], bool] = lambda *_: False
+        self.program = Program()
         self.undoes_steps = False
         self._vanishing = UnderflowWatch()
         self._left_scaled = LeftScaled()
@@ -152,17 +147,17 @@ class GuardedOptimizers(Guards):
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
     def wants_skip(self, guard: StepGuard) -> bool:
-        """Call `look`."""
-        return self.look(guard.optimizer, guard)
+        """Whether a subscriber refuses the step."""
+        return self.program.asks(Subscriber.refuses_step, guard.optimizer, guard)
 
     def step_ended(self, guard: StepGuard) -> None:
-        """Call `on_stepped`."""
-        self.on_stepped(guard.skips.step)
+        """Tell that a step has ended."""
+        self.program.tell(Subscriber.step_ended, guard.skips.step)
 
     def plain_step_ended(self, step: Step) -> None:
-        """Count a step of an optimizer without loss scaling, and call `on_stepped`."""
+        """Count a step of an optimizer without loss scaling, and tell that it has ended."""
         self.counts.plain += 1
-        self.on_stepped(step)
+        self.program.tell(Subscriber.step_ended, step)
 
     def step_skipped(self) -> None:
         """Count a skip."""

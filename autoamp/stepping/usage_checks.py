@@ -1,67 +1,20 @@
-"""Mistakes by which training dies quietly.
-
-A loss that nobody scales; scaled gradients that are clipped.
-"""
+"""A loss in fp16 that nobody scales, by which training dies quietly."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.errors import warn_user
-from autoamp.patching import imitate
 
-__all__ = ["ClippingWatch", "UnderflowWatch"]
+__all__ = ["UnderflowWatch"]
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
-
-
-class ClippingWatch:
-    """Sees where a function of `torch.nn.utils` clips scaled gradients. Within a `scale_loss` block it warns once.
-
-    Args:
-        scaled: Returns the parameters whose gradients are scaled now, by the name of the optimizer.
-        refuse: Called with the name of a function and the parameters whose gradients it clips. Raises UsageError if a
-            block has left these scaled.
-    """
-
-    def __init__(
-        self,
-        scaled: Callable[[], Mapping[str, Iterable[Tensor]]],
-        refuse: Callable[[str, Iterable[Tensor]], None],
-    ) -> None:
-        self._scaled = scaled
-        self._refuse = refuse
-        self._said = False
-
-    def around(self, original: Any) -> Any:
-        """Return a replacement of a function that clips the gradients of its first argument, parameters."""
-
-        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                # A generator can be gone through once.
-                parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-                self._refuse(original.__name__, parameters)
-                if not self._said and (scaled := self._scaled()):
-                    self._look(set(map(id, parameters)), scaled, original.__name__)
-            return original(parameters, *args, **kwargs)
-
-        return imitate(clip, original)
-
-    def _look(self, clipped: set[int], scaled: Mapping[str, Iterable[Tensor]], function: str) -> None:
-        name = next((name for name, params in scaled.items() if not clipped.isdisjoint(map(id, params))), None)
-        if name is not None:
-            self._said = True
-            warn_user(
-                f"{function} was called inside the scale_loss block of {name}, or after one with delay_unscale=True, "
-                "where gradients are multiplied by the loss scale: it clips nearly everything. Call it after the with "
-                "block of the last loss, which has no delay_unscale, before optimizer.step()"
-            )
 
 
 class UnderflowWatch:

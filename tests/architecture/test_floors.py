@@ -26,15 +26,16 @@ LARGE = {
 FLOORS: dict[int, tuple[str, ...]] = {
     1: ("errors", "memory", "tensors", "torch_private"),
     2: ("rules", "patching", "casting", "scaling", "kernels", "half_units"),
-    3: ("inference", "stepping", "formulas", "tape"),
-    4: ("ops", "modules", "auto_scaling"),
-    5: ("diagnostics",),
-    6: ("runtime",),
-    7: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel", "tuning"),
-    8: ("compat",),
-    9: ("cli", "notebook"),
-    10: ("exports",),
-    11: ("__init__", "__main__"),
+    3: ("program", "inference", "formulas", "tape"),
+    4: ("stepping",),
+    5: ("ops", "modules", "auto_scaling"),
+    6: ("diagnostics",),
+    7: ("runtime",),
+    8: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel", "tuning"),
+    9: ("compat",),
+    10: ("cli", "notebook"),
+    11: ("exports",),
+    12: ("__init__", "__main__"),
 }
 FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in packages}
 

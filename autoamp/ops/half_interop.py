@@ -19,7 +19,7 @@ from autoamp.casting import Casts
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = ["interop_builders"]
+__all__ = ["interop_functions"]
 
 _CLAMPS = ("clamp", "clamp_max", "clamp_min", "clip")
 _FILLS = ("index_fill", "masked_fill")
@@ -37,8 +37,8 @@ _REDONE = (
 _WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS, *_FILLS)), "fill_", "__setitem__"))
 
 
-def interop_builders(casts: Casts) -> list[tuple[Any, str, Callable[[Any], Any]]]:
-    """Return what is to be patched: owner, name, and what builds a replacement of the original."""
+def interop_functions(casts: Casts) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+    """Return the owner and the name of each function, and what builds its replacement."""
     builds = [(_redone, one) for one in _REDONE] + [(_writing, one) for one in _WRITING]
     return [(owner, name, functools.partial(_named, build, casts, owner, name)) for build, (owner, name) in builds]
 

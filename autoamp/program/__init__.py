@@ -1,0 +1,11 @@
+"""What the program does, heard in one place: torch is patched where an event happens, and subscribers are told.
+
+The only package that patches attributes of torch that are on no cast list, and that registers torch's global hooks.
+"""
+
+from __future__ import annotations
+
+from autoamp.program.events import ORDER, Subscriber
+from autoamp.program.program import Program
+
+__all__ = ["ORDER", "Program", "Subscriber"]
