@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp import runtime
 from autoamp.cli.launch import Program, prepared, take_path
 from autoamp.cli.options import Options
 from autoamp.cli.session import Run, set_up
+from autoamp.program import listen
 from autoamp.runtime import BaseHandle
 from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
 
@@ -83,7 +83,7 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> floa
     with contextlib.ExitStack() as stack:
         if in_fp32:
             stack.callback(run.follow(lambda handle: stack.enter_context(handle.disable_casts())))
-        stack.callback(register_optimizer_step_post_hook(lambda *_: times.append(time.perf_counter())).remove)
+        stack.enter_context(listen(optimizer_returned=lambda *_: times.append(time.perf_counter())))
         start = time.perf_counter()
         try:
             program_runs()

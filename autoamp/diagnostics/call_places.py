@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
@@ -14,6 +14,7 @@ from autoamp.diagnostics.call_sites import ModulePaths, program_line, user_frame
 from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at
 from autoamp.modules import class_name
 from autoamp.patching import original_of
+from autoamp.program import listen
 from autoamp.tape import Place
 from autoamp.torch_private import Unnoticed, current_graph_task
 
@@ -39,21 +40,18 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         self._modules: tuple[Module, ...] = ()
         self._paths = ModulePaths()
         self._known: dict[Any, tuple[Any, Place]] = {}
-        self._hooks: list[Any] = []
+        self._listening: ExitStack | None = None
 
     def start(self) -> None:
         """Follow the calls of modules."""
-        if not self._hooks:
-            hooks = torch.nn.modules.module
-            self._hooks = [
-                hooks.register_module_forward_pre_hook(self._enter),
-                hooks.register_module_forward_hook(self._leave, always_call=True),
-            ]
+        if self._listening is None:
+            self._listening = listen(module_called=self._enter, module_returned=self._leave)
 
     def stop(self) -> None:
         """Follow them no more."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
         self._modules, self._known = (), {}
 
     def _enter(self, module: Module, inputs: Any) -> None:

@@ -18,12 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.diagnostics import half_samples
 from autoamp.diagnostics.tables import first_of
 from autoamp.errors import warn_user
-from autoamp.patching import PatchSet, imitate
+from autoamp.program import listen
 from autoamp.stepping import named_params
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import has_step_pre_hooks, undisturbed
@@ -91,7 +90,7 @@ class HalfLosses:
 
     def __init__(self) -> None:
         self.active = False
-        self._stack = contextlib.ExitStack()
+        self._listening = contextlib.ExitStack()
         self._steps: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
         self.reset()
 
@@ -103,18 +102,17 @@ class HalfLosses:
 
     def start(self) -> None:
         """Look at each sampled step from now on."""
-        patches = PatchSet()
-        original = Optimizer.load_state_dict
-        patches.replace(Optimizer, "load_state_dict", imitate(self._around_load(original), original))
-        self._stack.callback(patches.restore)
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._listening = listen(
+            optimizer_called=self._before_step,
+            optimizer_returned=self._after_step,
+            around_load_optimizer=self._around_load,
+        )
         self.active = True
 
     def stop(self) -> None:
         """Look no more. Does nothing the second time."""
         self.active = False
-        self._stack.close()
+        self._listening.close()
         for steps in self._steps.values():
             for one in steps.sums:
                 one.stop()

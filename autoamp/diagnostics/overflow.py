@@ -17,7 +17,6 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autoamp.auto_scaling import reached_by
 from autoamp.casting import Casts
@@ -32,6 +31,7 @@ from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrap
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
+from autoamp.program import listen
 from autoamp.scaling import scaled_loss
 from autoamp.stepping import Skips, StepWatch, several_processes
 from autoamp.tape import CannotRerun
@@ -351,13 +351,12 @@ class OverflowTrace(StepWatch):
         state, paused = KeptState(), self.recorder.paused
         self.recorder.paused = True
         self._casts.cache.clear()
-        keeps = register_module_forward_pre_hook(lambda module, inputs: state.keep(module)) if hooked else None
+        keeps = listen(module_called=(lambda module, inputs: state.keep(module)) if hooked else None)
         try:
             with self._observation.unobserved(), torch.enable_grad():
                 yield state
         finally:
-            if keeps is not None:
-                keeps.remove()
+            keeps.close()
             state.restore()
             self._casts.cache.clear()
             self.recorder.paused = paused

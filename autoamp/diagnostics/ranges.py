@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents, readable_tensors
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
+from autoamp.program import listen
 from autoamp.scaling import local_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, map_tensors
 from autoamp.torch_private import current_graph_task, schema_of
@@ -106,7 +106,7 @@ class ValueProfile(OperatorObserver):
         self._stepping = False
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        stack.enter_context(listen(optimizer_called=self._before_step))
         super()._enter(stack)
 
     def before(self, call: Call) -> None:
@@ -196,7 +196,7 @@ class RangeProfile(ValueProfile):
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self._casts.switched(False, forced_off=True))
-        stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        stack.enter_context(listen(optimizer_returned=self._after_step))
         super()._enter(stack)
 
     def __exit__(self, *exc_info: Any) -> None:

@@ -9,6 +9,7 @@ it would without autoamp.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -43,54 +44,113 @@ class CallRecorder(Protocol):
         """Hear that the call has ended; ``outputs`` is None where it raised."""
 
 
+@dataclass(eq=False)
 class ModuleCalls(Subscriber):
     """Stands around calls of modules. What runs later or in another thread casts as its caller did.
 
     That is what `torch.utils.checkpoint` runs again in backward, where the module around it has returned, and with it
     the precision that it ran in; the backward of a custom function; and the threads of `torch.nn.DataParallel`.
 
-    Args:
+    Attributes:
         casts: The state that calls read and set.
         precisions: Which modules run in a precision of their own.
         forward_dtypes: In which dtypes models take inputs and give outputs.
-        recorder: Records outermost calls; None for no records.
+        recorder: Records outermost calls.
     """
 
-    def __init__(
-        self,
-        casts: Casts,
-        precisions: ModulePrecisions,
-        forward_dtypes: ModuleTags[ForwardDtypes],
-        recorder: CallRecorder | None = None,
-    ) -> None:
-        self._casts = casts
-        self._precisions = precisions
-        self._forward_dtypes = forward_dtypes
-        self._recorder = recorder
+    casts: Casts
+    precisions: ModulePrecisions
+    forward_dtypes: ModuleTags[ForwardDtypes]
+    recorder: CallRecorder
 
-    def around_module_call(self, call: Any) -> Any:
+    def around_module_call(self, original: Any) -> Any:
         """Return the replacement of ``torch.nn.Module.__call__``."""
-        return _build_call(call, self._casts, self._precisions, self._forward_dtypes, self._recorder)
+        casts, precisions, forward_dtypes, recorder = self.casts, self.precisions, self.forward_dtypes, self.recorder
+        local, cache, in_modules = casts.local, casts.cache, casts.in_modules
+        compiling = torch.compiler.is_dynamo_compiling
+        has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
+
+        def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+            if compiling():
+                # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
+                # does not pass for this. `forced_off` is never None.
+                if not (in_modules or precisions.any or forward_dtypes.values) and local.now().forced_off is not None:
+                    return original(self, *args, **kwargs)
+            elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
+                return original(self, *args, **kwargs)
+            else:
+                if local.entries is None:
+                    refresh_params()
+                if recorder.armed and recorder.wants_call():
+                    record, outputs = recorder.begin(self, args, kwargs), None
+                    try:
+                        outputs = call(self, *args, **kwargs)
+                        return outputs
+                    finally:
+                        recorder.end(record, outputs)
+            tag, tokens, look, keeps_casts, widens = forward_dtypes.find(self), [], None, False, False
+            dtypes = None if tag is None else forward_dtypes.values[tag]
+            try:
+                if dtypes is not None:
+                    args, kwargs = dtypes.cast_inputs((args, kwargs))
+                    tokens += dtypes.switch(casts)
+                    if not compiling() and dtypes.buffers is not None:
+                        look = dtypes.buffers.begin(self)
+                # `initialize` looks up the paths of models that it casts.
+                outermost = has_rules and not compiling() and local.entries is None and dtypes is None
+                if outermost and (in_modules or local.now().on):
+                    precisions.begin_model(self)
+                precision = None if local.now().forced_off else precisions.of(self)
+                if precision is not None:
+                    # Code around that casts nothing, such as an fp32 module's, could not use a half result.
+                    widens = precision is ModulePrecision.FP16 and local.now().on is not True
+                    if precision is not ModulePrecision.NONE:
+                        cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
+                        args, kwargs = _cast_nested((args, kwargs), cast)
+                    tokens.append(local.set(precision is ModulePrecision.FP16))
+                elif in_modules and casts.begin_call(self):
+                    tokens.append(local.set(True))
+                    widens = not casts.autocast_rules()
+                # Compiled code keeps no casts from call to call: a compiler shares them itself.
+                if local.entries is None and cache.enabled and not compiling():
+                    local.entries, keeps_casts = {}, True
+                outputs = original(self, *args, **kwargs)
+            except Exception as error:
+                if not compiling():
+                    casts.explain(error)
+                raise
+            finally:
+                if keeps_casts:
+                    local.entries = local.last = None
+                while tokens:
+                    local.reset(tokens.pop())
+            if widens:
+                outputs = _cast_nested(outputs, casts.to_fp32)
+            if look is not None:
+                look()
+            return outputs if dtypes is None else dtypes.cast_outputs(outputs)
+
+        return call
 
     def step_ended(self, step: Any) -> None:
         """Note that an optimizer has stepped."""
-        self._casts.note_step()
-        self._precisions.warn_of_missing_classes()
+        self.casts.note_step()
+        self.precisions.warn_of_missing_classes()
 
     def runs_later(self, function: Any) -> Any:
         """Return a function that casts as this thread does now."""
-        return self._casts.remembered(function)
+        return self.casts.remembered(function)
 
     def function_called(self, context: Any) -> None:
         """Note how this thread casts in the forward of a custom function."""
-        context._autoamp_switches = self._casts, self._casts.switches()
+        context._autoamp_switches = self.casts, self.casts.switches()
 
     def around_function_backward(self, apply: Any) -> Any:
         """Return what runs the backward of a custom function, which casts as its forward did.
 
         The thread may be another one, of autograd's own on CUDA, and ``with`` statements around the forward have ended.
         """
-        casts = self._casts
+        casts = self.casts
 
         def apply_as_noted(context: Any, *args: Any) -> Any:
             noted, switches = vars(context).get("_autoamp_switches", (None, None))
@@ -99,79 +159,6 @@ class ModuleCalls(Subscriber):
             return casts.local.bound(apply, *switches)(context, *args)
 
         return apply_as_noted
-
-
-def _build_call(
-    original: Any,
-    casts: Casts,
-    precisions: ModulePrecisions,
-    forward_dtypes: ModuleTags[ForwardDtypes],
-    recorder: CallRecorder | None,
-) -> Any:
-    local, cache, compiling, in_modules = casts.local, casts.cache, torch.compiler.is_dynamo_compiling, casts.in_modules
-    has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
-
-    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags does
-            # not pass for this. `forced_off` is never None.
-            if not (in_modules or precisions.any or forward_dtypes.values) and local.now().forced_off is not None:
-                return original(self, *args, **kwargs)
-        elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
-            return original(self, *args, **kwargs)
-        else:
-            if local.entries is None:
-                refresh_params()
-            if recorder is not None and recorder.armed and recorder.wants_call():
-                record, outputs = recorder.begin(self, args, kwargs), None
-                try:
-                    outputs = call(self, *args, **kwargs)
-                    return outputs
-                finally:
-                    recorder.end(record, outputs)
-        tag, tokens, look, keeps_casts, widens = forward_dtypes.find(self), [], None, False, False
-        dtypes = None if tag is None else forward_dtypes.values[tag]
-        try:
-            if dtypes is not None:
-                args, kwargs = dtypes.cast_inputs((args, kwargs))
-                tokens += dtypes.switch(casts)
-                if not compiling() and dtypes.buffers is not None:
-                    look = dtypes.buffers.begin(self)
-            # `initialize` looks up the paths of models that it casts.
-            outermost = has_rules and not compiling() and local.entries is None and dtypes is None
-            if outermost and (in_modules or local.now().on):
-                precisions.begin_model(self)
-            precision = None if local.now().forced_off else precisions.of(self)
-            if precision is not None:
-                # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                widens = precision is ModulePrecision.FP16 and local.now().on is not True
-                if precision is not ModulePrecision.NONE:
-                    cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
-                    args, kwargs = _cast_nested((args, kwargs), cast)
-                tokens.append(local.set(precision is ModulePrecision.FP16))
-            elif in_modules and casts.begin_call(self):
-                tokens.append(local.set(True))
-                widens = not casts.autocast_rules()
-            # Compiled code keeps no casts from call to call: a compiler shares them itself.
-            if local.entries is None and cache.enabled and not compiling():
-                local.entries, keeps_casts = {}, True
-            outputs = original(self, *args, **kwargs)
-        except Exception as error:
-            if not compiling():
-                casts.explain(error)
-            raise
-        finally:
-            if keeps_casts:
-                local.entries = local.last = None
-            while tokens:
-                local.reset(tokens.pop())
-        if widens:
-            outputs = _cast_nested(outputs, casts.to_fp32)
-        if look is not None:
-            look()
-        return outputs if dtypes is None else dtypes.cast_outputs(outputs)
-
-    return call
 
 
 def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:

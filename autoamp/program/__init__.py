@@ -5,7 +5,8 @@ The only package that patches attributes of torch that are on no cast list, and 
 
 from __future__ import annotations
 
-from autoamp.program.events import ORDER, Subscriber
+from autoamp.program.events import Subscriber
+from autoamp.program.hooks import listen
 from autoamp.program.program import Program
 
-__all__ = ["ORDER", "Program", "Subscriber"]
+__all__ = ["Program", "Subscriber", "listen"]

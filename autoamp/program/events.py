@@ -1,4 +1,7 @@
-"""The events of a program, one method of `Subscriber` for each, and the order in which subscribers hear them."""
+"""The events of a program, one method of `Subscriber` for each."""
+
+# The methods of `Subscriber` have no body, since nobody calls them.
+# mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
@@ -8,22 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ORDER", "Subscriber"]
-
-ORDER = (
-    # Wrappers are nested in this order, the first outermost. All others are called in this order.
-    "Observation",  # knows a module's call before the casts in it
-    "ModuleCalls",
-    "CastModels",
-    "AutocastRegions",
-    "OptimizerSteps",  # a new optimizer gets its masters before AutoScale guards it
-    "AutoScale",  # multiplies the gradients of a backward pass before StepRecorder sees them
-    "StepRecorder",
-    "OwnScaler",
-    "NonFiniteSteps",
-    "Followers",  # after all that changes or counts a step
-)
-"""The classes of subscribers. `autoamp.program.Program` sorts by this table; there is no other order."""
+__all__ = ["Subscriber"]
 
 Function = Callable[..., Any]
 
@@ -55,21 +43,17 @@ class Subscriber:
 
     # -- modules --
 
-    def around_module_call(self, call: Function) -> Function:
+    def around_module_call(self, original: Function) -> Function:
         """``torch.nn.Module.__call__``."""
-        raise NotImplementedError
 
     def around_state_dict(self, state_dict: Function) -> Function:
         """``torch.nn.Module.state_dict``."""
-        raise NotImplementedError
 
     def around_load_state_dict(self, load_state_dict: Function) -> Function:
         """``torch.nn.Module.load_state_dict``."""
-        raise NotImplementedError
 
     def runs_later(self, function: Function) -> Function:
         """A function is to run in a backward pass, for a checkpoint, or in another thread. Returns the one to run."""
-        raise NotImplementedError
 
     # -- autocast --
 
@@ -83,7 +67,6 @@ class Subscriber:
 
     def around_backward(self, backward: Function) -> Function:
         """``torch.autograd.backward``, which `Tensor.backward` calls."""
-        raise NotImplementedError
 
     def grad_retained(self, tensor: Tensor) -> None:
         """``Tensor.retain_grad`` was called."""
@@ -96,14 +79,12 @@ class Subscriber:
             tensor: The tensor that it is registered at; None for a module, or for all modules.
             accumulated: Whether it is called with the tensor, after the gradient was added to its ``.grad``.
         """
-        raise NotImplementedError
 
     def function_called(self, context: Any) -> None:
         """The forward of a custom `torch.autograd.Function` begins, with this context."""
 
     def around_function_backward(self, apply: Function) -> Function:
         """The backward of a custom `torch.autograd.Function`, called with its context."""
-        raise NotImplementedError
 
     def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
         """A function of `torch.nn.utils` is about to clip the gradients of these parameters."""
@@ -115,7 +96,6 @@ class Subscriber:
 
     def around_step(self, step: Function) -> Function:
         """``step`` of a class of optimizers of torch, called with the optimizer."""
-        raise NotImplementedError
 
     def unguarded_step(self, optimizer: Any) -> None:
         """An optimizer without a guard is about to step."""
@@ -127,7 +107,6 @@ class Subscriber:
             optimizer: The optimizer.
             guard: Its `autoamp.stepping.StepGuard`; None without.
         """
-        raise NotImplementedError
 
     def step_ended(self, step: Any) -> None:
         """A step was taken or skipped, as `autoamp.stepping.Step` tells."""
@@ -142,8 +121,6 @@ class Subscriber:
 
     def around_unscale(self, unscale: Function) -> Function:
         """``GradScaler.unscale_``."""
-        raise NotImplementedError
 
     def around_scaler_step(self, step: Function) -> Function:
         """``GradScaler.step``."""
-        raise NotImplementedError

@@ -17,7 +17,10 @@ from torch.optim import Optimizer
 from autoamp import torch_private
 from autoamp.program.events import Subscriber
 
-__all__ = ["LATE_POINTS", "Point", "points"]
+__all__ = ["LATE_MODULE", "Point", "points"]
+
+LATE_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
+"""The one module with a point that torch does not import itself."""
 
 Hears = Sequence[Callable[..., Any]]
 """The methods of subscribers for one event, in their order."""
@@ -75,16 +78,10 @@ def points() -> Iterator[Point]:
     yield Point(Optimizer, "__setstate__", Subscriber.optimizer_made, _after)
     yield Point(scaler, "__init__", Subscriber.scaler_made, _after)
     yield Point(scaler, "scale", Subscriber.loss_scaled, _after_scale)
+    sharded = getattr(sys.modules.get(LATE_MODULE), "ShardedGradScaler", None)
+    yield Point(sharded, "scale", Subscriber.loss_scaled, _after_scale)
     yield Point(scaler, "unscale_", Subscriber.around_unscale, _around)
     yield Point(scaler, "step", Subscriber.around_scaler_step, _around)
-
-
-LATE_POINTS: dict[str, Callable[[Any], Point]] = {
-    "torch.distributed.fsdp.sharded_grad_scaler": lambda module: Point(
-        module.ShardedGradScaler, "scale", Subscriber.loss_scaled, _after_scale
-    )
-}
-"""The points of modules that torch does not import itself, by the modules' names."""
 
 
 # -- replacements --

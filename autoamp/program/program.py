@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from autoamp.patching import PatchSet, imitate, original_of
-from autoamp.program.events import ORDER, Subscriber
-from autoamp.program.points import LATE_POINTS, Point, points
+from autoamp.program.events import Subscriber
+from autoamp.program.points import LATE_MODULE, Point, points
 from autoamp.program.steps import StepPatches
 
 __all__ = ["Program"]
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Program:
     """What the program does, heard from `patch` to `restore`. Without subscribers nothing is patched."""
 
     def __init__(self) -> None:
-        self._subscribers: Sequence[Subscriber] = ()
+        self.subscribers: Sequence[Subscriber] = ()
         self._hears: dict[str, list[Callable[..., Any]]] = {}
         self._steps: StepPatches | None = None
         # The points that `patch` found heard, and the patches of those that `update` did.
@@ -31,24 +30,15 @@ class Program:
         self._later = PatchSet()
 
     def subscribe(self, *subscribers: Subscriber) -> None:
-        """Tell these from now on, and those before no more. Torch is not patched meanwhile."""
-        self._subscribers = sorted(subscribers, key=lambda one: ORDER.index(_class_in_order(one)))
-        self._hears = {}
+        """Tell these from now on, in this order, and those before no more. Torch is not patched meanwhile."""
+        self.subscribers = subscribers
+        self._hears = {
+            event: [getattr(one, event) for one in subscribers if _overrides(one, event)] for event in vars(Subscriber)
+        }
 
-    def hears(self, event: str) -> list[Callable[..., Any]]:
-        """Return the methods of all subscribers that override one of `Subscriber`, in their order."""
-        if event not in self._hears:
-            self._hears[event] = [getattr(one, event) for one in self._subscribers if _overrides(one, event)]
-        return self._hears[event]
-
-    def tell(self, event: Callable[Concatenate[Any, P], object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Tell all subscribers of an event, which is a method of `Subscriber`."""
-        for hear in self.hears(event.__name__):
-            hear(*args, **kwargs)
-
-    def asks(self, event: Callable[Concatenate[Any, P], bool], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Ask all subscribers whether to do something. Returns whether one of them wants it."""
-        return any(hear(*args, **kwargs) for hear in self.hears(event.__name__))
+    def tell(self, event: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Tell all subscribers of an event, which is a method of `Subscriber`, and return what they answer."""
+        return [hear(*args, **kwargs) for hear in self._hears.get(event.__name__, ())]
 
     # -- patches --
 
@@ -69,14 +59,8 @@ class Program:
             if self._is_heard(point):
                 self._patched.add((id(point.owner), point.name))
                 replaced |= self._hear(point, patches)
-        for module_name, late_point in LATE_POINTS.items():
-            hear_late = functools.partial(self._hear_late, late_point, patches)
-            if module_name in sys.modules:
-                hear_late(sys.modules[module_name])
-            else:
-                patches.when_imported(module_name, hear_late)
-        around = self.hears("around_step")
-        if around:
+        patches.when_imported(LATE_MODULE, lambda _: self.update())
+        if around := self._hears.get("around_step"):
             self._steps = StepPatches(around, patches)
         for owner, name, build in functions:
             replaced |= _replace(owner, name, build, patches)
@@ -103,17 +87,13 @@ class Program:
         if point.owner is None or point.name is None:
             # This torch has no such thing; `torch_private` says what goes without.
             return False
-        return any(one.is_listening for one in self._subscribers if _overrides(one, point.event.__name__))
+        return any(one.is_listening for one in self.subscribers if _overrides(one, point.event.__name__))
 
     def _hear(self, point: Point, patches: PatchSet) -> dict[int, tuple[Any, Any]]:
-        event = point.event.__name__
-        hears: list[Callable[..., Any]] = self.hears(event)
-        if event == "optimizer_made":
+        hears = self._hears[point.event.__name__]
+        if point.event is Subscriber.optimizer_made:
             hears = [self._class_made, *hears]
         return _replace(point.owner, str(point.name), lambda original: point.build(original, hears), patches)
-
-    def _hear_late(self, point_of: Callable[[Any], Point], patches: PatchSet, module: types.ModuleType) -> None:
-        self._hear(point_of(module), patches)
 
     def _class_made(self, optimizer: Any) -> None:
         """Replace the step of a class of which this is the first instance."""
@@ -138,7 +118,3 @@ def _replace(owner: Any, name: str, build: Callable[[Any], Any], patches: PatchS
 
 def _overrides(subscriber: Subscriber, event: str) -> bool:
     return getattr(type(subscriber), event) is not getattr(Subscriber, event)
-
-
-def _class_in_order(subscriber: Subscriber) -> str:
-    return next(kind.__name__ for kind in type(subscriber).__mro__ if kind.__name__ in ORDER)

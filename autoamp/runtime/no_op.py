@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.diagnostics import Observer, Overflow, Recording, Watch
 from autoamp.kernels import Backend
+from autoamp.program import listen
 from autoamp.rules import CastTable
 from autoamp.runtime.handle import BaseHandle
 from autoamp.runtime.runtime import Runtime
@@ -28,7 +28,7 @@ class NoOpHandle(BaseHandle):
 
     def __init__(self) -> None:
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0))
-        self._following: Any = None
+        self._following: contextlib.ExitStack | None = None
 
     @property
     def _active_runtime(self) -> Runtime:
@@ -40,7 +40,7 @@ class NoOpHandle(BaseHandle):
     def deactivate(self) -> tuple[str, ...]:
         """Call the functions of `follow` no more."""
         if self._following is not None:
-            self._following.remove()
+            self._following.close()
             self._following = None
         return super().deactivate()
 
@@ -77,7 +77,7 @@ class NoOpHandle(BaseHandle):
         calls = self._runtime.followers
         end = calls.follow(followers)
         if self._following is None:
-            self._following = register_optimizer_step_post_hook(lambda *_: calls.step_ended(Step()))
+            self._following = listen(optimizer_returned=lambda *_: calls.step_ended(Step()))
         return end
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:

@@ -94,17 +94,21 @@ class Runtime:
         self.optimizers.watch = self.overflows
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
         recorder = self.overflows.recorder
-        # Who hears first, `autoamp.program.ORDER` says.
+        # The order in which an event is heard. Wrappers are nested so, the first outermost.
         self.optimizers.program.subscribe(
+            # Knows a module's call before the casts in it.
             self.observation,
             ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, recorder),
             self.models,
             AutocastRegions(self.casts),
+            # Gives a new optimizer its masters before it is guarded.
             OptimizerSteps(self.optimizers),
+            # Multiplies the gradients of a backward pass before the recorder sees them.
             self.auto_scaling,
             recorder,
             self.nonfinite.own_scaler,
             self.nonfinite,
+            # After all that counts or changes a step.
             self.followers,
         )
 

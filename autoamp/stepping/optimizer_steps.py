@@ -67,7 +67,7 @@ class OptimizerSteps(Subscriber):
         optimizers.running.add(id(optimizer))
         try:
             result = None
-            if plain_step is not None and optimizers.program.asks(Subscriber.refuses_step, optimizer, None):
+            if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
                 plain_step.skipped = True
             else:
                 result = optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)

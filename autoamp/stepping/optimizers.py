@@ -148,7 +148,7 @@ class GuardedOptimizers(Guards):
 
     def wants_skip(self, guard: StepGuard) -> bool:
         """Whether a subscriber refuses the step."""
-        return self.program.asks(Subscriber.refuses_step, guard.optimizer, guard)
+        return any(self.program.tell(Subscriber.refuses_step, guard.optimizer, guard))
 
     def step_ended(self, guard: StepGuard) -> None:
         """Tell that a step has ended."""

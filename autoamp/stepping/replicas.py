@@ -10,13 +10,15 @@ import enum
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from autoamp.program import listen
 
 __all__ = ["WRAPPERS", "Sync", "Wrappers", "broadcast", "kept_equal", "next_sync", "several_processes"]
 
@@ -75,13 +77,13 @@ class Wrappers:
         # In the order in which they were made.
         self._known: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
         self._watchers = 0
-        self._hook: Any = None
+        self._hook: ExitStack | None = None
         self.seen = 0
 
     def watch(self, watcher: object) -> weakref.finalize[..., Any]:
         """Look out for wrappers until ``watcher`` is gone, or what is returned was called."""
         if self._hook is None:
-            self._hook = register_module_module_registration_hook(self._registered)
+            self._hook = listen(module_registered=self._registered)
             for wrapper in _wrappers_there() if _AVAILABLE and dist.is_initialized() else ():
                 self._note(wrapper)
         self._watchers += 1
@@ -103,7 +105,7 @@ class Wrappers:
     def _leave(self) -> None:
         self._watchers -= 1
         if not self._watchers and self._hook is not None:
-            self._hook.remove()
+            self._hook.close()
             self._hook = None
             self._known.clear()
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoamp.diagnostics import Call, CallSite, Exponents, Observer, OpRange, RangeProfile
 from autoamp.ops import known_ops
+from autoamp.program import listen
 from autoamp.runtime import BaseHandle
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.tuning.costs import VARIANTS, Survey, Use
@@ -102,8 +102,7 @@ class Surveyor(Observer):
             # First, so that its hook has counted a step before ours looks.
             self._ranges,
             self._handle.observe(self),
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            listen(optimizer_called=self._before_step, optimizer_returned=self._after_step),
         ):
             yield
 

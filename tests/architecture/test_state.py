@@ -1,4 +1,4 @@
-"""State of the process: which modules have some, and who writes to torch or registers torch's global hooks."""
+"""State of the process: which modules have some; who patches torch, registers its global hooks, and hears first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+import autoamp
+from autoamp.program import Subscriber
+from autoamp.runtime import runtime_of
 from tests.architecture.test_floors import FILES, PACKAGE, TEXTS
 
 # What a process has once, with the reason why no object that comes and goes can own it.
@@ -32,17 +35,12 @@ STATE = {
 }
 _IMMUTABLE = {"MultiTensorApply", "ParamSpec", "Rule", "TypeVar", "_Unnamed"}
 
-# Who registers hooks that torch calls for every optimizer or module of the process.
-GLOBAL_HOOKS = {
-    "cli/program_child.py": "times the steps of a program that runs without a handle",
-    "diagnostics/half_losses.py": "sees weights and gradients on both sides of a step, while it watches",
-    "diagnostics/call_places.py": "sees the modules that calls come from, for one step",
-    "diagnostics/overflow.py": "keeps what modules write to, while a step runs again",
-    "diagnostics/ranges.py": "reads gradients before a step, in a block in which casts are off",
-    "diagnostics/report/recording.py": "compares gradients before a step, while it records",
-    "stepping/replicas.py": "a DistributedDataParallel calls nobody when it is made",
-    "runtime/no_op.py": "a disabled handle patches nothing, and its followers hear of steps all the same",
-    "tuning/survey.py": "tells steps apart, for some steps",
+# Who patches, and what.
+PATCHES = {
+    "patching": "by the lists: sets of patches, and what the compilers know of them",
+    "program": "what the program does",
+    "runtime/patched_torch.py": "by the lists: gives each replacement to `patching`",
+    "compat/fastai1": "modules of fastai v1, and nothing of torch",
 }
 
 
@@ -90,10 +88,39 @@ def test_only_patching_writes_to_torch() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_each_global_hook_has_its_reason() -> None:
-    registers = re.compile(r"\bregister_(optimizer_step|module)_\w+\(")
+def test_only_program_registers_global_hooks() -> None:
+    registers = re.compile(r"\bregister_(optimizer_step|module)_\w+")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if registers.search(TEXTS[path])}
-    assert found == set(GLOBAL_HOOKS)
+    assert found == {"program/hooks.py", "program/points.py"}
+
+
+def test_each_set_of_patches_has_its_reason() -> None:
+    found = {str(path.relative_to(PACKAGE)) for path in FILES if re.search(r"\bPatchSet\(", TEXTS[path])}
+    assert {next((one for one in PATCHES if path.startswith(one)), path) for path in found} == set(PATCHES) - {
+        "patching"
+    }
+
+
+def subscribers() -> dict[str, set[str]]:
+    """Return the methods of each class that names `Subscriber` as a base."""
+    classes = [node for path in FILES for node in ast.walk(ast.parse(TEXTS[path])) if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: {sub.name for sub in node.body if isinstance(sub, ast.FunctionDef)}
+        for node in classes
+        if any(ast.unparse(base) == "Subscriber" for base in node.bases)
+    }
+
+
+def test_the_order_of_subscribers_is_one_table() -> None:
+    tables = [str(path.relative_to(PACKAGE)) for path in FILES if ".subscribe(" in TEXTS[path]]
+    assert tables == ["runtime/runtime.py"]
+    program = runtime_of(autoamp.init(device_type="cpu")).optimizers.program
+    assert {type(one).__name__ for one in program.subscribers} == set(subscribers())
+
+
+def test_each_event_is_heard() -> None:
+    events = {name for name in vars(Subscriber) if not name.startswith("_")}
+    assert events - set().union(*subscribers().values()) == set()
 
 
 # -- the checks themselves --

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.auto_scaling import AutoScale
-from autoamp.patching import original_of
 from autoamp.runtime import runtime_of
 from autoamp.scaling import UnreadFlags, local_of
 from tests.waits import counted_reads
@@ -912,24 +911,25 @@ def test_auto_scale_yields_to_autocast(scaling: AutoScale) -> None:
 
 def test_it_ends(handle: autoamp.Handle) -> None:
     model, optimizer, x = make()
-    original = torch.autograd.backward
+    original = Tensor.retain_grad
     scaling = handle.auto_scale()
     assert handle.auto_scale() is scaling
-    assert torch.autograd.backward is not original
+    assert Tensor.retain_grad is not original
     (model(x).sum() * float("inf")).backward()
     scaling.stop()
     assert not scaling.active
-    assert torch.autograd.backward is original
+    assert Tensor.retain_grad is original
     # The step still reads the check from before.
     optimizer.step()
     assert handle.skipped_steps == 1
     # It goes on after a pause, and not after its end.
-    scaling.resume()
-    assert torch.autograd.backward is original
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        pass
+    assert Tensor.retain_grad is original
     assert handle.auto_scale().active
-    assert torch.autograd.backward is not original
+    assert Tensor.retain_grad is not original
     handle.deactivate()
-    assert torch.autograd.backward is original_of(original)
+    assert Tensor.retain_grad is original
     with pytest.raises(autoamp.UsageError, match="not active"):
         handle.auto_scale()
     with autoamp.init(enabled=False).auto_scale() as disabled:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.observer import Watch
 from autoamp.diagnostics.report.sampling import Samples
 from autoamp.diagnostics.report.step_check import StepCheck
 from autoamp.diagnostics.verdicts import Overflow
+from autoamp.program import listen
 
 __all__ = ["Recording"]
 
@@ -52,7 +51,7 @@ class Recording(Watch):
         """Begin with the coming step."""
         stack, overflows = self._stack, self._handle.overflows
         stack.callback(self._handle.followers.add(self._stepped, after_skips=True))
-        stack.callback(register_optimizer_step_pre_hook(lambda *_: self.check.compare(self.steps)).remove)
+        stack.enter_context(listen(optimizer_called=lambda *_: self.check.compare(self.steps)))
         overflows.listeners.append(self._overflowed)
         stack.callback(overflows.listeners.remove, self._overflowed)
         if self._sample:
