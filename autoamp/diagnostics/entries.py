@@ -11,7 +11,17 @@ from autoamp.diagnostics.op_names import CASTS, fp32_entry
 from autoamp.tape import Op, Place, Tape, iter_refs
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["Choice", "Entry", "entries_for", "half_ops_before", "in_fp32_with", "is_half", "is_product"]
+__all__ = [
+    "Choice",
+    "Entry",
+    "entries_for",
+    "half_ops_before",
+    "in_fp32_with",
+    "is_half",
+    "is_product",
+    "keeps_products",
+    "module_entries",
+]
 
 Choice = Callable[[Op], bool]
 """Which operators of a tape run in fp32."""
@@ -34,9 +44,11 @@ class Entry:
     names: tuple[str, ...] = ()
     module: str | None = None
 
-    def has(self, place: Place) -> bool:
-        """Whether it acts on what is called at a place."""
-        return self.module in place.classes or not set(self.names).isdisjoint(place.names)
+    def acts_on(self, op: Op) -> bool:
+        """Whether it acts on an op. No list acts on one without tensors, as `torch.arange`."""
+        if next(iter_refs((op.args, op.kwargs)), None) is None:
+            return False
+        return self.module in op.place.classes or not set(self.names).isdisjoint(op.place.names)
 
     def advice(self, in_place: bool = False) -> str:
         """Return the sentence that suggests it, which was tried; ``in_place`` is that of `fp32_entry`."""
@@ -77,7 +89,6 @@ def entries_for(tape: Tape, op: Op, own: tuple[str, ...]) -> Iterator[Entry]:
         op: The op.
         own: The names of the op that an entry has.
     """
-    products = {one.place for one in tape.ops if one.phase != "backward" and is_half(one) and is_product(one)}
     found = []
     names = own if is_half(op) else ()
     if names:
@@ -87,20 +98,29 @@ def entries_for(tape: Tape, op: Op, own: tuple[str, ...]) -> Iterator[Entry]:
         if not set(earlier.place.names) <= set(names):
             names = tuple(dict.fromkeys((*names, *earlier.place.names)))
             found.append(Entry(names))
-    modules = [Entry(module=name) for name in reversed(op.place.classes) if not name.startswith("torch.")]
-    for entry in (*found, *modules[:_MAX_MODULES]):
-        if not products or not all(map(entry.has, products)):
-            yield entry
+    yield from (entry for entry in (*found, *module_entries(op)) if keeps_products(tape, entry))
 
 
-def in_fp32_with(tape: Tape, has: Callable[[Place], bool], *, within: bool = False) -> Choice:
-    """Return which operators run in fp32 if those at some places do, as an entry of a list makes them.
+def module_entries(op: Op) -> list[Entry]:
+    """Return the entries for the modules of the program around an op, the innermost first."""
+    names = dict.fromkeys(name for name in reversed(op.place.classes) if not name.startswith("torch."))
+    return [Entry(module=name) for name in names][:_MAX_MODULES]
+
+
+def keeps_products(tape: Tape, entry: Entry) -> bool:
+    """Whether an entry leaves products of the step in half precision, if there are any."""
+    products = [op for op in tape.ops if op.phase != "backward" and is_half(op) and is_product(op)]
+    return not products or not all(map(entry.acts_on, products))
+
+
+def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
+    """Return which operators run in fp32 if some do, as an entry of a list makes them.
 
     What gets their fp32 results computes in fp32 too, but for products and for what else half copies were made for.
 
     Args:
         tape: The step.
-        has: Whether a place is one of these.
+        has: Whether an operator is one of these.
         within: Whether they are all that is called in some modules, in which half tensors that the program itself makes
             stay half.
     """
@@ -117,10 +137,10 @@ def in_fp32_with(tape: Tape, has: Callable[[Place], bool], *, within: bool = Fal
         feeding = {casts[memory] for memory in read if memory in casts}
         makes_half = any(ref.dtype in HALF_DTYPES for ref in iter_refs(op.outputs))
         is_promoted = not read.isdisjoint(wide)
-        is_listed = has(op.place) and bool(read)
+        is_listed = named = has(op)
         if is_listed and within and not op.place.is_cast:
             is_listed = op.place.function not in CASTS and not (halves and halves <= own_half)
-        if within and has(op.place) and makes_half and not op.place.is_cast and not is_listed:
+        if within and named and makes_half and not op.place.is_cast and not is_listed:
             own_half |= made
         if op.place.is_cast:
             casts.update(dict.fromkeys(made, op.place))

@@ -12,6 +12,7 @@ from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with
 from autoamp.diagnostics.evidence import Evidence
 from autoamp.diagnostics.op_names import CASTS
 from autoamp.diagnostics.origins import Followed, Origin, bare_op
+from autoamp.diagnostics.roundings import errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,
     HalfPrecisionOp,
@@ -27,10 +28,8 @@ from autoamp.tensors import HALF_DTYPES, dtype_name
 __all__ = ["explain_evidence", "half_precision_finding", "unlocated"]
 
 _MAX_SCALE_BITS = 40
-# Gradients are those of fp32 if no element is off by more, in units in the last place of the largest one.
-_UNITS = 8
-# Gradients whose largest element is below this part of the largest one are not compared.
-_SMALL = 1e-3
+# Half precision alone puts gradients of deep models off by as much, as a part of those in fp32.
+_CLOSE = 1 / 8
 _MAX_LATER_OPS = 2
 
 
@@ -179,7 +178,7 @@ def _with_later_ops(step: Evidence, entry: Entry) -> Entry | None:
 
 
 def _run_with(step: Evidence, entry: Entry, factor: float) -> Followed:
-    return step.follow(in_fp32_with(step.tape, entry.has, within=entry.module is not None), factor=factor)
+    return step.follow(in_fp32_with(step.tape, entry.acts_on, within=entry.module is not None), factor=factor)
 
 
 def _heals(step: Evidence, entry: Entry) -> bool:
@@ -193,16 +192,9 @@ def _heals(step: Evidence, entry: Entry) -> bool:
 
 
 def _has_gradients_of(step: Evidence, run: Rerun, wide: Rerun) -> bool:
-    """Whether gradients are those of a run in fp32, but for as much as the rest in half precision explains."""
-    pairs = step.values("grad", run, wide)
-    largest = [float(full.abs().max()) for _, _, full in pairs]
-    apart = [
-        float((half - full).abs().max()) / size
-        for (_, half, full), size in zip(pairs, largest, strict=True)
-        if size > _SMALL * max(largest)
-    ]
-    usual = sorted(apart)[(len(apart) - 1) // 2] if apart else 0.0
-    return all(one <= max(_UNITS * torch.finfo(step.half_dtype).eps, 2.0 * usual) for one in apart)
+    """Whether gradients are those of a run in fp32, but for what the rest in half precision explains."""
+    errors = sorted(errors_of(step, run, wide).parameters.values())
+    return not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2])
 
 
 def _given_finding(step: Evidence, run: Followed, origin: Origin) -> Overflow:

@@ -38,9 +38,9 @@ def report_of(handle: Any) -> dict[str, Any]:
         handle: The `Runtime` of the run.
 
     Returns:
-        ``schema``, ``kind``, ``dtype``, ``device_type``, ``verdict``, ``faults``, ``nonfinite_steps``, ``half_losses``,
-        ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``, ``values``, ``lists``, ``coverage`` and
-        ``versions``.
+        ``schema``, ``kind``, ``dtype``, ``device_type``, ``verdict``, ``faults``, ``roundings``, ``nonfinite_steps``,
+        ``half_losses``, ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``, ``values``, ``lists``,
+        ``coverage`` and ``versions``.
 
     Raises:
         UsageError: Nothing was recorded.
@@ -50,19 +50,21 @@ def report_of(handle: Any) -> dict[str, Any]:
         raise UsageError("report() needs a recording; call handle.record() before training")
     samples, check, settings = recording.samples, recording.check, handle.settings
     skips, faults = _skips(recording), [_fault(fault) for fault in check.faults]
+    roundings = [{"step": step, **rounding.to_dict()} for step, rounding in check.roundings]
     trace = samples.trace.to_dict()
     document: dict[str, Any] = plain({
         "schema": SCHEMA,
         "kind": KIND,
         "dtype": dtype_name(settings.dtype),
         "device_type": settings.device_type,
-        "verdict": _verdict(handle, recording, skips, faults),
+        "verdict": _verdict(handle, recording, skips, faults, roundings),
         "faults": faults,
+        "roundings": roundings,
         "nonfinite_steps": {
             "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
         },
         "half_losses": list(recording.half_losses.rows.values()),
-        "remedies": remedies([*faults, *skips["groups"]], settings.table),
+        "remedies": remedies([*faults, *roundings, *skips["groups"]], settings.table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
         "samples": {"steps": samples.steps, "compared": check.compared},
@@ -143,8 +145,12 @@ def _skips(recording: Recording) -> dict[str, Any]:
 
 
 def _verdict(
-    handle: Any, recording: Recording, skips: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:  # fmt: skip
+    handle: Any,
+    recording: Recording,
+    skips: Mapping[str, Any],
+    faults: Sequence[Mapping[str, Any]],
+    roundings: Sequence[Mapping[str, Any]],
+) -> dict[str, str]:
     """Return a sentence, and whether it is ``"good"``, ``"unclear"`` or ``"bad"``."""
     if not recording.steps:
         return {"sentence": "no step of an optimizer was seen", "level": "unclear"}
@@ -159,6 +165,8 @@ def _verdict(
     unchecked = _unchecked(handle, recording.check.compared)
     if faults:
         sentence = f"{faults[0]['sentence']}; {sentence}"
+    elif roundings:
+        sentence = f"{roundings[0]['sentence']}; {sentence}"
     elif not handle.overflows.always:
         sentence += "; overflows were not traced"
     elif forward is not None:
@@ -171,7 +179,9 @@ def _verdict(
     losses = list(recording.half_losses.rows.values())
     if losses:
         sentence += f"; {losses[0]['sentence']}"
-    is_bad = faults or losses or any(group["fails"] for group in skips["groups"])
+    is_bad = bool(faults or roundings or losses) or any(group["fails"] for group in skips["groups"])
+    if not is_bad and (farthest := recording.check.farthest) is not None:
+        sentence += f"; of {counted(recording.check.compared, 'step')} compared with fp32 {farthest}"
     unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]
     return {"sentence": sentence, "level": "bad" if is_bad else "unclear" if unclear else "good"}
 

@@ -17,14 +17,14 @@ def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[st
     The policy is ``"fp32"``, or ``"modules"`` where ``op`` is a class of modules that is to run in fp32.
 
     Args:
-        overflows: The faults of a report, and its groups of skips.
+        overflows: The faults and roundings of a report, and its groups of skips.
         table: The rules in force.
     """
     found: dict[str, dict[str, Any]] = {}
     for one in overflows:
         times = f"{counted(one['count'], 'skip')}; first: " if "count" in one else ""
         evidence = " ".join(f"{times}{one['sentence']}".split())
-        finding = one["overflow"] or {"fp32_names": (), "fp32_module": None}
+        finding = one.get("overflow", one) or {"fp32_names": (), "fp32_module": None}
         if (module := finding["fp32_module"]) is not None:
             entry = {"policy": "modules", "op": module, "evidence": evidence, "now": "as the rest of the list says"}
             found.setdefault(module, entry)

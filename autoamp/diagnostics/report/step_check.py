@@ -1,31 +1,28 @@
 """Compares a step with the same step in fp32.
 
 An op may overflow although every gradient is finite: 1 / inf is 0, and so is each gradient before it. The step is not
-skipped. The tape of the step runs again, in half precision and in fp32, to find such an op.
+skipped. Other ops only round, and later ones enlarge that. The tape of the step runs again, in half precision and in
+fp32, to find such ops.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoamp.diagnostics.evidence import Evidence
 from autoamp.diagnostics.findings import half_precision_finding
-from autoamp.diagnostics.origins import Followed, Origin
-from autoamp.diagnostics.ranges import relative_error
+from autoamp.diagnostics.origins import Origin
+from autoamp.diagnostics.roundings import Errors, Rounding, errors_of, find_rounding
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.tape import everything
+from autoamp.tape import Rerun, everything
 from autoamp.tensors import HALF_DTYPES
 
 __all__ = ["Fault", "StepCheck"]
 
 log = logging.getLogger(__name__)
 
-# Gradients below this part of the largest one differ in any precision.
-_SMALL = 1e-3
 # From this difference on, as a part of the gradient in fp32, the gradient in half precision is wrong.
 _FAR = 0.5
 
@@ -51,12 +48,16 @@ class StepCheck:
 
     Attributes:
         faults: The ops that overflowed in steps that were not skipped.
+        roundings: The ops that made steps wrong without an overflow, each with the number of the step.
+        farthest: The errors of the step whose gradients were farthest from fp32; None if none were compared.
         compared: The number of steps that were compared.
         unchecked: Why the last step that could not be compared was not; None if all were.
     """
 
     def __init__(self, handle: Any) -> None:
         self.faults: list[Fault] = []
+        self.roundings: list[tuple[int, Rounding]] = []
+        self.farthest: Errors | None = None
         self.compared = 0
         self.unchecked: str | None = None
         self._handle = handle
@@ -67,46 +68,41 @@ class StepCheck:
         if not (due and self._handle.overflows.always):
             return
         try:
-            fault = self._fault_of_step(step)
+            self._compare(step)
             self.compared += 1
-            if fault is not None and fault.overflow.place not in [known.overflow.place for known in self.faults]:
-                self.faults.append(fault)
         except Exception as error:
             # A comparison never ends the program.
             self.unchecked = str(error) or type(error).__name__
             log.debug("a step could not be compared with fp32", exc_info=True)
 
-    def _fault_of_step(self, step: int) -> Fault | None:
-        """Return the first op that overflows in half precision, if that changes gradients."""
+    def _compare(self, step: int) -> None:
+        """Find the first op that overflows in half precision, if that changes gradients, or else ops that round."""
         run = self._handle
         evidence = run.overflows.evidence(run.overflows.recorder.step, 1.0)
         with run.observation.quietly(), run.casts.switched(False, forced_off=True):
             half = evidence.follow()
-            origin = next((one for one in half.origins if _overflows_in_half(one)), None)
             # If gradients are not finite the step will be skipped, and that overflow is explained.
-            if origin is None or half.at_gradients:
-                return None
-            wide = evidence.follow(everything)
-            names = _wrong_gradients(evidence, half, wide)
-            if not names:
-                return None
-            overflow = half_precision_finding(evidence, origin, wide)
-        wrong = first_of(names, 4)
-        sentence = f"{overflow.cause}; the step was taken, and the gradients of {wrong} are not those of fp32"
-        return Fault(sentence, replace(overflow, iteration=step, parameter=names[0]))
+            if half.at_gradients:
+                return
+            wide = Rerun(evidence.tape, everything).finish()
+            errors = errors_of(evidence, half.rerun, wide)
+            if self.farthest is None or errors.gradients > self.farthest.gradients:
+                self.farthest = errors
+            origin = next((one for one in half.origins if _overflows_in_half(one)), None)
+            wrong = [name for name, error in errors.parameters.items() if error > _FAR]
+            if origin is not None and wrong:
+                overflow = half_precision_finding(evidence, origin, evidence.follow(everything))
+                self._add_fault(replace(overflow, iteration=step, parameter=wrong[0]), wrong)
+            rounding = find_rounding(evidence, errors, wide) if origin is None else None
+            if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
+                self.roundings.append((step, rounding))
+
+    def _add_fault(self, overflow: Overflow, wrong: list[str]) -> None:
+        if overflow.place not in [known.overflow.place for known in self.faults]:
+            names = first_of(wrong, 4)
+            sentence = f"{overflow.cause}; the step was taken, and the gradients of {names} are not those of fp32"
+            self.faults.append(Fault(sentence, overflow))
 
 
 def _overflows_in_half(origin: Origin) -> bool:
     return origin.op is not None and origin.ref.dtype in HALF_DTYPES and not origin.intended
-
-
-def _wrong_gradients(step: Evidence, half: Followed, wide: Followed) -> list[str]:
-    """Return the parameters whose gradients are wrong in half precision."""
-    refs = {one.name: one.ref for one in step.named if one.kind == "grad"}
-    in_fp32 = {name: wide.rerun.value(ref).float() for name, ref in refs.items()}
-    sizes = {name: float(one.double().square().mean().sqrt()) for name, one in in_fp32.items() if one.numel()}
-    if not all(map(math.isfinite, sizes.values())):
-        return []
-    smallest = _SMALL * max(sizes.values(), default=0.0)
-    large = [name for name, size in sizes.items() if size > smallest]
-    return [name for name in large if relative_error(half.rerun.value(refs[name]), in_fp32[name]) > _FAR]
