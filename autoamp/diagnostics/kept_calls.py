@@ -7,7 +7,6 @@ the program keeps them itself. A tensor that was written to since is of no use.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +22,7 @@ from autoamp.tape import CannotRerun
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import dispatch_modes, is_transformed, undisturbed
 
-__all__ = ["KeptCall", "KeptCalls", "KeptTensor", "floating", "kept_inputs", "why_not_again"]
+__all__ = ["KeptCall", "KeptCalls", "KeptTensor", "floating", "kept_inputs"]
 
 # So many calls of a step, and so many bytes that the program itself may not keep.
 _MAX_CALLS, _MAX_BYTES = 16, 2**26
@@ -219,17 +218,6 @@ class _KeepGrad:
     def __call__(self, grad: Tensor) -> None:
         if self._kept.incomplete is None:
             self._kept.note_grad(self._call, self._place, grad)
-
-
-def why_not_again(module: Module) -> str | None:
-    """Return why calling a module once more is not safe; None if it is."""
-    for part in module.modules():
-        hooks = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
-        for hook in itertools.chain.from_iterable(each.values() for each in hooks):
-            # Those of torch normalize weights.
-            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "autoamp"):
-                return f"{type(part).__name__} has hooks of the program, which would run again"
-    return None
 
 
 def floating(value: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.patching import original_of
 from autoamp.tape import CannotRerun
 from autoamp.tensors import map_tensors
-from autoamp.torch_private import Unnoticed, dispatch_modes, insert_modes, is_transformed, remove_modes
+from autoamp.torch_private import Unnoticed, insert_modes, is_transformed, remove_modes
 
 __all__ = ["OutsideCall", "OutsideCalls", "key_of"]
 
@@ -79,7 +79,7 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
 
     def resume(self) -> None:
         """Keep calls from now on."""
-        if self._is_on and not dispatch_modes():
+        if self._is_on:
             insert_modes(self)
 
     def pause(self) -> None:
@@ -98,7 +98,7 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
         result = func(*args, **kwargs)
         if results := [self._keep(tensor) for tensor in floating(result)]:
             caller = Caller.of(user_frame(sys._getframe(1)))
-            self._calls.append(OutsideCall(func, *kept, caller, results))
+            self._calls.append(OutsideCall(func, kept[0], kept[1], caller, results))
         if len(self._calls) > _MAX_CALLS or self._nbytes > _MAX_BYTES:
             self._is_on = False
             self.drop()

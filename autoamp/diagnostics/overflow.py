@@ -23,11 +23,12 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.evidence import Evidence, named_tensors
 from autoamp.diagnostics.findings import explain_evidence, unlocated
-from autoamp.diagnostics.kept_calls import KeptCall, why_not_again
+from autoamp.diagnostics.kept_calls import KeptCall
 from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.diagnostics.outside_calls import key_of
+from autoamp.diagnostics.second_calls import why_not_again
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
