@@ -26,9 +26,11 @@ else:
         if name == "__all__" or not name.startswith("_"):
             if importlib.util.find_spec(f"autoamp.{name}") is not None:
                 return importlib.import_module(f"autoamp.{name}")
-            exports = importlib.import_module("autoamp.exports")
-            if hasattr(exports, name):
-                return globals().setdefault(name, getattr(exports, name))
+            exports = vars(importlib.import_module("autoamp.exports"))
+            if name == "__all__":
+                return sorted(one for one in exports if not one.startswith("_") and one != "annotations")
+            if name in exports:
+                return globals().setdefault(name, exports[name])
         raise AttributeError(f"module 'autoamp' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -1,81 +1,47 @@
-"""What `import autoamp` offers. The package itself imports this file when the first of these names is asked for."""
+"""What `import autoamp` offers. The package itself imports this file when the first of these names is asked for.
+
+``as`` tells type checkers that a name is one of the package's own.
+"""
 
 from __future__ import annotations
 
-from autoamp.checkpoints import DistributedState
+from autoamp.checkpoints import DistributedState as DistributedState
 from autoamp.compat import watch_fastai1 as _watch_fastai1
-from autoamp.errors import (
-    AutoampError,
-    BannedFunctionError,
-    CheckpointError,
-    ListFileError,
-    LossScaleError,
-    NonFiniteGradientsError,
-    PatchError,
-    TapeError,
-    TargetError,
-    UsageError,
-)
-from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.levels import initialize, load_state_dict, master_params, scale_loss, state_dict
-from autoamp.memory import keep_freed_memory
+from autoamp.errors import AutoampError as AutoampError
+from autoamp.errors import BannedFunctionError as BannedFunctionError
+from autoamp.errors import CheckpointError as CheckpointError
+from autoamp.errors import ListFileError as ListFileError
+from autoamp.errors import LossScaleError as LossScaleError
+from autoamp.errors import NonFiniteGradientsError as NonFiniteGradientsError
+from autoamp.errors import PatchError as PatchError
+from autoamp.errors import TapeError as TapeError
+from autoamp.errors import TargetError as TargetError
+from autoamp.errors import UsageError as UsageError
+from autoamp.fp16_utils import FP16_Optimizer as FP16_Optimizer
+from autoamp.levels import initialize as initialize
+from autoamp.levels import load_state_dict as load_state_dict
+from autoamp.levels import master_params as master_params
+from autoamp.levels import scale_loss as scale_loss
+from autoamp.levels import state_dict as state_dict
+from autoamp.memory import keep_freed_memory as keep_freed_memory
 from autoamp.notebook import load_ipython_extension as load_ipython_extension
-from autoamp.runtime import (
-    BaseHandle,
-    Handle,
-    NoOpHandle,
-    Region,
-    current_handle,
-    disable_casts,
-    float_function,
-    half_function,
-    init,
-    promote_function,
-    region,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.tuning import report_metric
-
-__all__ = [
-    "AutoampError",
-    "BannedFunctionError",
-    "BaseHandle",
-    "CheckpointError",
-    "DistributedState",
-    "DynamicLossScaler",
-    "FP16_Optimizer",
-    "Handle",
-    "ListFileError",
-    "LossScaleError",
-    "LossScaler",
-    "NoOpHandle",
-    "NonFiniteGradientsError",
-    "PatchError",
-    "Region",
-    "StaticLossScaler",
-    "TapeError",
-    "TargetError",
-    "UsageError",
-    "current_handle",
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "init",
-    "initialize",
-    "keep_freed_memory",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "region",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "report_metric",
-    "scale_loss",
-    "state_dict",
-]
+from autoamp.runtime import BaseHandle as BaseHandle
+from autoamp.runtime import Handle as Handle
+from autoamp.runtime import NoOpHandle as NoOpHandle
+from autoamp.runtime import Region as Region
+from autoamp.runtime import current_handle as current_handle
+from autoamp.runtime import disable_casts as disable_casts
+from autoamp.runtime import float_function as float_function
+from autoamp.runtime import half_function as half_function
+from autoamp.runtime import init as init
+from autoamp.runtime import promote_function as promote_function
+from autoamp.runtime import region as region
+from autoamp.runtime import register_float_function as register_float_function
+from autoamp.runtime import register_half_function as register_half_function
+from autoamp.runtime import register_promote_function as register_promote_function
+from autoamp.scaling import DynamicLossScaler as DynamicLossScaler
+from autoamp.scaling import LossScaler as LossScaler
+from autoamp.scaling import StaticLossScaler as StaticLossScaler
+from autoamp.tuning import report_metric as report_metric
 
 _watch_fastai1()

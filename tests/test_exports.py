@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import autoamp
-from autoamp import exports, runtime
+from autoamp import runtime
 from tests.launches import environment
 
 PROBE = """
@@ -32,7 +32,8 @@ def test_names_are_imported_when_they_are_asked_for() -> None:
 
 def test_names_are_those_of_the_packages() -> None:
     assert autoamp.init is runtime.init
-    assert {"__version__", *exports.__all__} <= set(dir(autoamp))
+    assert {"init", "Handle", "UsageError"} < set(autoamp.__all__)
+    assert {"__version__", *autoamp.__all__} <= set(dir(autoamp))
     with pytest.raises(AttributeError, match="module 'autoamp' has no attribute 'intialize'"):
         autoamp.intialize  # noqa: B018
     with pytest.raises(ImportError, match="intialize"):

@@ -32,11 +32,11 @@ def say(line: str, *, wrong: bool = False) -> None:
 
     Args:
         line: One, or several.
-        wrong: Whether it tells of an error, which shows in colour.
+        wrong: Whether it tells of an error, which shows in color.
     """
     rest = line.removeprefix("autoamp: ")
     try:
-        sys.stderr.write(f"{_styled('autoamp:', 'bold red' if wrong else 'bold cyan', sys.stderr)} {rest}\n")
+        sys.stderr.write(f"{_styled('autoamp:', '1;31' if wrong else '1;36', sys.stderr)} {rest}\n")
         sys.stderr.flush()
     except (AttributeError, OSError, ValueError):
         # There is no stderr, or it is closed.
@@ -45,17 +45,10 @@ def say(line: str, *, wrong: bool = False) -> None:
 
 def show(heading: str) -> None:
     """Write a heading to stdout."""
-    sys.stdout.write(f"{_styled(heading, 'bold', sys.stdout)}\n")
+    sys.stdout.write(f"{_styled(heading, '1', sys.stdout)}\n")
 
 
-def _styled(text: str, style: str, stream: Any) -> str:
-    """Return a text with what a terminal shows a style by; the text alone where nobody looks, or NO_COLOR is set."""
-    if os.environ.get("NO_COLOR") or not (stream.isatty() or os.environ.get("FORCE_COLOR")):
-        return text
-    from rich.console import Console
-
-    # It looks at the terminal, TERM and FORCE_COLOR.
-    console = Console(file=stream)
-    with console.capture() as capture:
-        console.print(text, style=style, end="", highlight=False, markup=False)
-    return capture.get()
+def _styled(text: str, codes: str, stream: Any) -> str:
+    """Return a text in the colors of these codes on a terminal; the text alone elsewhere, or with NO_COLOR set."""
+    shown = stream.isatty() or os.environ.get("FORCE_COLOR")
+    return f"\x1b[{codes}m{text}\x1b[0m" if shown and not os.environ.get("NO_COLOR") else text

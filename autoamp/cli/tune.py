@@ -36,7 +36,7 @@ def tune(chosen: argparse.Namespace) -> int:
         say(f"surveying {chosen.program} in fp32, for {seconds:.0f} s at most")
         survey = runs.survey(seconds / 2)
         proposals = proposals_of(survey, max_error=chosen.max_error)
-        say(f"{len(survey.uses)} uses of ops, {len(proposals)} changes to try")
+        say(f"uses of ops: {len(survey.uses)}; changes to try: {len(proposals)}")
         search = Search(runs.run, proposals, seeds, chosen.tolerance, chosen.higher_is_better)
         try:
             search.search()

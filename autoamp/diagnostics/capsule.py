@@ -136,7 +136,7 @@ def load_capsule(path: str | Path) -> Capsule:
             version = finding["format"]
             step = io.BytesIO(archive.read("tape.pt")) if version == _FORMAT else None
     except OSError as error:
-        raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+        raise UsageError(f"cannot read {shown}: {error.strerror}; give a file of autoamp run --capsule") from None
     except (zipfile.BadZipFile, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         raise UsageError(f"{shown} is no capsule; give a file of run --capsule") from None
     if step is None:

@@ -29,27 +29,12 @@ __all__ = [
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 _PYPROJECT = "pyproject.toml"
-# Far beyond any list that somebody wrote: 300 rules take 20 KB.
-_MOST_BYTES = 10**6
-_LONGEST_CHAIN = 32
-
-
-def _content(path: Path | Traversable) -> bytes:
-    """Return what a file holds. OSError: there is none, it is no regular file, or it is too large."""
-    if os.path.exists(str(path)) and not path.is_file():
-        # To open a FIFO waits for a writer.
-        raise OSError("not a regular file")
-    with path.open("rb") as file:
-        raw = file.read(_MOST_BYTES + 1)
-    if len(raw) > _MOST_BYTES:
-        raise OSError(f"larger than {_MOST_BYTES} bytes")
-    return raw
 
 
 def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
     """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
     try:
-        raw = _content(path)
+        raw = path.read_bytes()
     except (OSError, ValueError) as error:
         remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
         raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
@@ -91,7 +76,7 @@ def _read_pyproject(path: Path) -> ListSet | None:
     if not path.is_file():
         return None
     try:
-        raw = _content(path)
+        raw = path.read_bytes()
         # An error in a file that never mentions autoamp is not ours to report.
         data, lines = parse_toml(raw if b"autoamp" in raw else b"")
     except TomlError as error:
@@ -201,8 +186,6 @@ class _Layers:
         if name in chain:
             cycle = " -> ".join((*chain[chain.index(name) :], name))
             fail(asked_by, f"`extends` is circular: {cycle}; remove one of these entries")
-        if len(chain) > _LONGEST_CHAIN:
-            fail(asked_by, f"{ref!r}: more than {_LONGEST_CHAIN} `extends` in a chain; merge some of these lists")
         if name not in self.bases:
             self._extend(found, (*chain, name))
             for item, other in enumerate(found.lists):
@@ -271,7 +254,7 @@ def _read_package(package: PackageList) -> CastTable:
     """Read what a package ships. ListFileError: it cannot be read, is wrong, or is about ops of others."""
     try:
         path = package.file
-        raw = _content(path)
+        raw = path.read_bytes()
     except (OSError, ValueError) as error:
         remedy = f"put an autoamp.toml into the folder of the package that the entry point of {GROUP!r} names"
         raise ListFileError(f"{package.package!r} has no list file ({error}); {remedy}", GROUP) from error

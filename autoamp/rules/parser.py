@@ -112,12 +112,9 @@ class ListSet:
     def _check_schema(self, data: Mapping[str, object], needed: bool) -> None:
         schema = data.get("schema", None if needed else SCHEMA)
         if type(schema) is not int or schema != SCHEMA:
-            found = (
-                f"schema={schema!r} ({type(schema).__name__}) is unknown"
-                if "schema" in data
-                else "the key 'schema' is missing"
-            )
-            fail(self.source.at("schema"), f"{found}; this version reads 'schema = {SCHEMA}'")
+            unknown = f"schema={schema!r} ({type(schema).__name__}) is unknown; this version reads 'schema = {SCHEMA}'"
+            missing = f"the key 'schema' is missing; begin the file with 'schema = {SCHEMA}'"
+            fail(self.source.at("schema"), unknown if "schema" in data else missing)
 
     def _strings(
         self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()

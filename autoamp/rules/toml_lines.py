@@ -41,7 +41,7 @@ def parse_toml(raw: bytes) -> tuple[dict[str, object], TomlLines]:
     except (ValueError, RecursionError) as error:
         found = re.search(r"\(at line (\d+)", str(error))
         line = int(found[1]) if found else text.count("\n") + 1 if "end of document" in str(error) else None
-        raise TomlError(f"not valid TOML: {error}", line) from error
+        raise TomlError(f'not valid TOML: {error}; names are in quotes, as in fp32 = ["softmax"]', line) from error
 
 
 def _key_text(token: str) -> str:

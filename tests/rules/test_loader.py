@@ -266,64 +266,11 @@ def test_a_list_that_extends_the_table_of_a_pyproject(place: Path) -> None:
     check_refused(None, lists[0], 2, ["'pyproject.toml' has no table [tool.autoamp]"])
 
 
-SPECIAL = """
-import resource, sys
-from autoamp import rules
-# So that a device without an end is an error, and takes not all memory of the machine.
-resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-try:
-    rules.load_table(**({"lists": sys.argv[1]} if len(sys.argv) > 1 else {}))
-except ValueError as error:
-    print(error.path, error.message, sep="|")
-"""
-
-
-@pytest.mark.parametrize("named_by", ["lists=", "AUTOAMP_LISTS", "extends", "pyproject.toml"])
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-def test_a_list_file_is_a_regular_file(place: Path, tmp_path: Path, kind: str, named_by: str) -> None:
-    path = place / ("pyproject.toml" if named_by == "pyproject.toml" else "special.toml")
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.mkdir()
-    asking = write(place / "mine.toml", "extends = 'special.toml'") if named_by == "extends" else path
-    variables = {"AUTOAMP_LISTS": str(path)} if named_by == "AUTOAMP_LISTS" else {}
-    given = [str(asking)] if named_by in ("lists=", "extends") else []
-    said = printed(SPECIAL, place, without_torch(tmp_path), *given, **variables)
-    if named_by == "pyproject.toml":
-        # A project's file that is not ours, and has nothing to say.
-        assert said == ""
-        return
-    where, message = said.split("|")
-    assert where == (str(asking) if named_by == "extends" else named_by)
-    assert f"'{path}' cannot be read (not a regular file); give the path of a list file" in message
-
-
-@pytest.mark.parametrize("name", ["mine.toml", "autoamp.toml", "pyproject.toml"])
-def test_a_list_file_has_a_megabyte_at_most(place: Path, name: str) -> None:
-    table = "[tool.autoamp]" if name == "pyproject.toml" else "schema = 1"
-    text = f"{table}\nfp32 = ['linear']\n#"
-    path = write(place / name, text + "x" * (10**6 - len(text)), schema=False)
-    given = path if name == "mine.toml" else None
-    assert policies(load(given))["linear"] == "fp32"
-    write(path, text + "x" * (10**6 - len(text) + 1), schema=False)
-    with pytest.raises(ListFileError, match=r"larger than 1000000 bytes") as caught:
-        load(given)
-    assert str(path) in str(caught.value)
-
-
-def test_a_chain_of_extends_has_an_end(place: Path) -> None:
-    def chain(length: int) -> Path:
-        for number in range(length):
-            write(place / f"{number}.toml", f"extends = '{number + 1}.toml'")
-        write(place / f"{length}.toml", "extends = []\nfp32 = ['linear']")
-        return place / "0.toml"
-
-    assert policies(load(chain(32))) == {"linear": "fp32"}
-    for length in (33, 100):
-        check_refused(chain(length), place / "32.toml", 2, ["32 `extends`", "merge", "'33.toml'"])
+def test_a_folder_is_no_list_file(place: Path) -> None:
+    folder = place / "special.toml"
+    folder.mkdir()
+    with pytest.raises(ListFileError, match=r"cannot be read \(.*Is a directory.*\); give the path of a list file"):
+        load(folder)
 
 
 def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
