@@ -1,7 +1,7 @@
 """``init(scope="modules")``: casts for programs written without mixed precision.
 
-Ops inside a module call are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an
-argument is in the half dtype. Nothing is cast for a program that casts by itself: with `torch.autocast`, a half model
+Listed ops inside a module's call are cast, and the outputs of the outermost module are converted to fp32. Outside of
+modules an op is cast only if one of its arguments is in half precision already. Nothing is cast for a program that casts by itself: with `torch.autocast`, a half model
 or an `FP16_Optimizer`.
 """
 
