@@ -9,7 +9,7 @@ import autoamp
 from tests.behaviour.training import OVERFLOW, Training, started
 
 
-def test_clipping_after_the_block_sees_true_gradients() -> None:
+def test_the_handle_clips_true_gradients_after_the_block() -> None:
     training = Training(started())
     training.backward(3.0)
     assert float(training.handle.clip_grad_norm_(training.optimizer, max_norm=1.0)) == 6.0

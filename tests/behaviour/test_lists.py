@@ -22,6 +22,13 @@ def test_a_key_says_what_the_arguments_of_its_ops_become(key: str, given: torch.
     assert torch.matmul(given, given).dtype == dtype
 
 
+def test_an_entry_of_a_later_list_beats_that_of_the_default_list() -> None:
+    started()
+    assert torch.matmul(A, A).dtype == torch.float16
+    started(lists={"fp32": ["matmul"]})
+    assert torch.matmul(HALF, HALF).dtype == torch.float32
+
+
 def test_promote_casts_to_the_widest_dtype_of_the_arguments() -> None:
     started(lists={"promote": ["matmul"]})
     assert torch.matmul(A, HALF).dtype == torch.float32

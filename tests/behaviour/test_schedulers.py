@@ -42,24 +42,3 @@ def test_stats_and_postfix_have_scale_steps_and_skips() -> None:
     stats = training.handle.stats
     assert (stats["steps"], stats["skipped"]) == (3, 1)
     assert 512.0 in [float(str(value)) for value in training.handle.postfix().values() if str(value)[0].isdigit()]
-
-
-def test_a_skipped_step_changes_neither_weights_nor_state_of_the_optimizer() -> None:
-    training = Training(started())
-    training.optimizer = torch.optim.Adam(training.model.parameters())  # type: ignore[assignment]
-    training.step()
-    weight, state = training.weight, {name: float(one.sum()) for name, one in _state(training).items()}
-    training.step(OVERFLOW)
-    assert training.weight == weight
-    assert {name: float(one.sum()) for name, one in _state(training).items()} == state
-
-
-def _state(training: Training) -> dict[str, torch.Tensor]:
-    return training.optimizer.state[training.model.weight]
-
-
-def test_the_scale_doubles_after_the_interval_without_a_skip() -> None:
-    training = Training(started())
-    training.handle.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1999}})
-    training.step()
-    assert training.handle.loss_scale == 16.0
