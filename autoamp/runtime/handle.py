@@ -345,7 +345,7 @@ class BaseHandle:
 
     @property
     def loss_scale(self) -> float:
-        """The current scale of the first loss."""
+        """The current scale of the first loss of the first call; ``stats["loss_scales"]`` has those of all."""
         return self._runtime.optimizers.scalers[0].loss_scale
 
     @property
