@@ -1,8 +1,8 @@
 """``init(scope="modules")``: casts for programs written without mixed precision.
 
 Listed ops inside a module's call are cast, and the outputs of the outermost module are converted to fp32. Outside of
-modules an op is cast only if one of its arguments is in half precision already. Nothing is cast for a program that casts by itself: with `torch.autocast`, a half model
-or an `FP16_Optimizer`.
+modules an op is cast only if one of its arguments is in half precision already. Nothing is cast for a program that
+casts by itself: with `torch.autocast`, a half model or an `FP16_Optimizer`.
 """
 
 from __future__ import annotations
