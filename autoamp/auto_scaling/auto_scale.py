@@ -83,7 +83,7 @@ class AutoScale(Subscriber):
                 "scale_loss, or bf16, which needs no loss scale"
             )
         if self._optimizers.has_masters:
-            raise UsageError("auto_scale() is for fp32 models, and an optimizer here has masters; use scale_loss")
+            raise UsageError("auto_scale() is for fp32 models, and an optimizer has master weights; use scale_loss")
         self._scaler = self._optimizers.loss_scalers.choose(0)
         # What an earlier training used says nothing of the next one.
         self._yielded_to = None

@@ -45,16 +45,16 @@ calls apex's amp.initialize() without a level, and nothing is cast before that c
 """
 
 _FAIL_HELP = """\
-end with exit code 3 where the program ends well, but the loss, the gradients or the outputs of an inference were inf or
-nan, and the search for the loss scale does not explain it: the loss itself was inf or nan, or the loss scale was 1 or
-fixed, or the cause was found ('overflow'); or where any step was skipped ('skip'). Both: also where an op overflowed
-in a step that was taken, and changed its gradients; implies --trace-overflow
+end with exit code 3 if the program itself succeeds, but something went wrong. 'overflow': the loss, the gradients or the
+outputs of an inference were inf or nan, and the search for the loss scale does not explain it, because the loss itself
+was inf or nan, the loss scale was 1 or fixed, or the cause was found. 'skip': a step was skipped. Both: an op overflowed
+in a step that was taken, and changed its gradients. Implies --trace-overflow
 """
 
 _NONFINITE_HELP = """\
-only for steps whose loss is not scaled (bf16, fp32, a loss scale of 1), if their gradients hold inf or nan: warn of the
-first one and take all (the default), end the program with an error before it, or skip them. The last two wait for a GPU
-at each step. A step whose loss is scaled is always skipped
+what happens to a step whose gradients hold inf or nan, if its loss is not scaled (bf16, fp32, a loss scale of 1): take
+all, and warn of the first one (warn, the default), end the program with an error before it (raise), or skip it (skip).
+raise and skip wait for a GPU at each step. If the loss is scaled, such a step is always skipped
 """
 
 _CAPSULE_HELP = """\

@@ -950,7 +950,7 @@ def test_master_weights_need_scale_loss() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     autoamp.initialize(layer, optimizer, opt_level="O2", dtype=torch.float16, verbosity=0)
     handle: Any = autoamp.current_handle()
-    with pytest.raises(autoamp.UsageError, match="masters"):
+    with pytest.raises(autoamp.UsageError, match="master weights; use scale_loss"):
         handle.auto_scale()
 
 
