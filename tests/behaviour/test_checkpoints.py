@@ -30,19 +30,34 @@ def test_a_new_handle_goes_on_at_the_saved_scale() -> None:
     assert (handle.loss_scale, handle.skipped_steps) == (512.0, 1)
 
 
+GOOD: dict[str, Any] = {"loss_scale": 512.0, "unskipped": 3}
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "key 'loss_scaler0' is missing"),
-        ({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}, "other": 1}, "key 'other' is unknown"),
+        (None, "the state is None; pass what state_dict"),
         ([1], "the state is a list; pass what state_dict"),
+        ({}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0"),
+        ({"loss_scaler0": GOOD, "other": 1}, "key 'other' is unknown"),
+        ({"loss_scaler0": GOOD, 3: 4}, "key '3' is unknown"),
+        ({"loss_scaler0": GOOD, "skipped_steps": -1}, "key 'skipped_steps': -1 is not a whole number of 0 or more"),
+        ({"loss_scaler0": GOOD, "skipped_steps": True}, "key 'skipped_steps': True is not a whole number"),
+        ({"loss_scaler0": 7}, "'loss_scaler0' is not a dict of 'loss_scale' and 'unskipped' alone, but an int"),
+        ({"loss_scaler0": {"loss_scale": 2.0}}, "'loss_scaler0' is not a dict of 'loss_scale' and 'unskipped'"),
+        ({"loss_scaler0": {**GOOD, "tracker": 1}}, "but .'loss_scale', 'tracker', 'uns"),
+        ({"loss_scaler0": {**GOOD, "loss_scale": 0.0}}, "'loss_scaler0': 'loss_scale' is 0.0"),
+        ({"loss_scaler0": {**GOOD, "loss_scale": 10**400}}, "'loss_scaler0': 'loss_scale' is 1000"),
+        ({"loss_scaler0": {**GOOD, "unskipped": 1.5}}, "'loss_scaler0': 'unskipped' is 1.5"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(state: Any, message: str) -> None:
     handle = started()
-    with pytest.raises(autoamp.CheckpointError, match=message):
+    before = handle.state_dict()
+    with pytest.raises(autoamp.CheckpointError, match=message) as caught:
         handle.load_state_dict(state)
-    assert handle.loss_scale == 1024.0
+    assert str(caught.value).endswith("nothing was loaded")
+    assert handle.state_dict() == before
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -56,42 +56,6 @@ def test_beside_a_sparse_argument_the_same_tensors_are_cast(device: str, other: 
     assert all(one is before for one, before in zip(same, stay, strict=True))
 
 
-def test_two_handles_have_switches_of_their_own() -> None:
-    one, other = make(), make()
-    one.shut()
-    assert other.local.switches.on
-    with other.switched(False):
-        one.open()
-        assert one.local.switches.on
-
-
-def test_nothing_but_enabled_turns_on_a_thread_that_is_off_by_default() -> None:
-    casts = make(on=False)
-
-    def switched() -> bool:
-        with casts.switched(True):
-            return bool(casts.local.switches.on)
-
-    assert not switched()
-    with casts.switched(True, forced_off=False):
-        assert switched()
-    assert not switched()
-
-
-@pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize("forced_off", [True, False])
-def test_switches_are_set_in_another_thread_as_they_are_here(on: bool, forced_off: bool) -> None:
-    casts = make()
-    with casts.switched(on, forced_off):
-        switches = casts.switches()
-
-    def there() -> tuple[Any, Any]:
-        with casts.switched(*switches):
-            return casts.local.switches.on, casts.local.switches.forced_off
-
-    assert in_thread(there) == (on, forced_off)
-
-
 def test_a_region_of_torch_casts_its_own_device_type_and_we_do_not() -> None:
     casts, x = make(), torch.ones(2)
     for device_type, ours in (("cpu", False), ("cuda", True)):

@@ -123,22 +123,6 @@ for _ in range(3):
     optimizer.step()
 print(*seen, attention.dtype)
 """,
-    # A half model and masters of the program's own.
-    "half_by_hand.py": """
-from net import *
-model = Model().half()
-masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
-optimizer = torch.optim.SGD(masters, lr=0.1)
-for _ in range(3):
-    model.zero_grad()
-    (model(torch.ones(2, 4).half()).float().sum() * 64).backward()
-    for master, p in zip(masters, model.parameters()):
-        master.grad = p.grad.float() / 64
-    optimizer.step()
-    for master, p in zip(masters, model.parameters()):
-        p.data.copy_(master)
-print(*seen, model.layer.weight.grad[0, 0].item())
-""",
     "by_hand.py": """
 from net import *
 model = Model()
@@ -177,40 +161,6 @@ try:
 except ImportError:
     print("no apex")
 """,
-    # Its own regions, with fp32 on purpose within the model, and an evaluation without.
-    "own_autocast.py": """
-import sys, torch
-from torch import nn
-half = torch.float16 if "fp16" in sys.argv else torch.bfloat16
-seen = []
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
-    def forward(self, x):
-        y = self.a(x)
-        with torch.autocast("cpu", enabled=False):
-            z = self.b(y.float())
-        seen.append((y.dtype, z.dtype))
-        return z
-torch.manual_seed(0)
-model, x = Model(), torch.randn(4, 8)
-scaler = torch.amp.GradScaler("cpu", enabled=half is torch.float16)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(3):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", half):
-        loss = model(x).square().mean()
-    features = model.a(x)
-    loss = loss + (features @ features.t()).mean()
-    scaler.scale(loss).backward()
-    print(loss.item(), features.dtype, model.b.bias.grad.item())
-    scaler.step(optimizer)
-    scaler.update()
-with torch.no_grad():
-    print(model(x).sum().item(), seen)
-""",
-    "unused_scaler.py": "from net import *\nscaler = torch.amp.GradScaler('cpu')\ntrain(Model(), 2)\nprint(*seen)\n",
     # A library's regions are seen when they are entered, as its source is not read.
     "by_library.py": """
 from net import *
@@ -228,16 +178,6 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
     model(torch.ones(2, 4))
-print(*seen)
-""",
-    # What trains is cast though an evaluation is the program's own.
-    "evaluates.py": """
-from net import *
-model = Model()
-for _ in range(2):
-    train(model, 1)
-    with torch.no_grad(), torch.autocast("cpu", torch.float16):
-        model(torch.ones(2, 4))
 print(*seen)
 """,
     # Each child trains some steps; a product outside of modules stays in fp32.
@@ -301,14 +241,7 @@ RUNS = {
     "real apex": [*RUN, "--quiet", "real/imports_apex.py"],
     "hidden apex": [*RUN, "--quiet", "--shadow-apex", "real/imports_apex.py"],
     **{f"rank {rank}": [f"RANK={rank}", *RUN, "--report", f"rank{rank}.json", "plain.py"] for rank in "01"},
-    "own fp16": [*RUN, "--report", "own.json", "own_autocast.py", "fp16"],
-    "own bf16": [*RUN, "--dtype", "fp16", "own_autocast.py", "bf16"],
-    # Nothing is patched at O0.
-    "plain own fp16": [*RUN, "--opt-level", "O0", "own_autocast.py", "fp16"],
-    "plain own bf16": [*RUN, "--opt-level", "O0", "own_autocast.py", "bf16"],
-    "unused scaler": [*RUN, "--dtype", "fp16", "unused_scaler.py"],
     "by library": [*RUN, "by_library.py"],
-    "evaluates": [*RUN, "evaluates.py"],
     "lists": [*RUN, "--quiet", "--lists", "own.toml", "plain.py"],
     "doctor": ["doctor", "--quick", "--device-type", "cpu", "--import", "late"],
     "doctor fails": ["doctor", "--quick", "--import", "no_such_module"],
@@ -318,7 +251,7 @@ RUNS = {
     **{
         f"{name} {dtype}": [*RUN, "--dtype", dtype, f"{name}.py"]
         for dtype in ("fp16", "bf16")
-        for name in ("tables", "fp16_optimizer", "half_by_hand", "by_hand")
+        for name in ("tables", "fp16_optimizer", "by_hand")
     },
     **{how: [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "cleared", "forkserver")},
 }
@@ -440,39 +373,9 @@ def test_alias_is_there_unless_unwanted(ended: dict[str, Ended]) -> None:
     assert ended["no apex"].out == "no apex\n"
 
 
-def test_the_programs_own_regions_rule_and_the_rest_is_fp32(folder: Path, ended: dict[str, Ended]) -> None:
-    for name in ("fp16", "bf16"):
-        # Bit for bit.
-        one, plain = ended[f"own {name}"], ended[f"plain own {name}"]
-        assert (one.code, one.out) == (0, plain.out), one.err
-    said = one_line(ended["own fp16"])
-    assert "autoamp: float16 on cpu by the program's own torch.autocast; loss scaling" in said
-    assert "left to the program's torch.amp.GradScaler; loss scale " in said
-    assert " of 3 steps skipped;" in said
-    # What torch casts is not what the lists name, which --dtype chooses: numbers of these would say nothing.
-    assert one_line(ended["own bf16"]).startswith("autoamp: bfloat16 on cpu by the program's own torch.autocast; loss ")
-    report = json.loads((folder / "own.json").read_text(encoding="utf-8"))
-    assert (report["dtype"], report["casts_left_to"], report["own_dtypes"]) == (
-        "float16",
-        "torch.autocast",
-        {"float16": 3},
-    )
-
-
 def test_regions_of_libraries_rule_from_the_first_that_trains(ended: dict[str, Ended]) -> None:
     assert (ended["by library"].code, ended["by library"].out) == (0, "float16 float32 float16 float32\n")
     assert "autoamp: float16 on cpu by the program's own torch.autocast;" in one_line(ended["by library"])
-
-
-def test_a_scaler_that_scales_nothing_is_told(ended: dict[str, Ended]) -> None:
-    assert ended["unused scaler"].out == "float16 float16\n", ended["unused scaler"].err
-    assert "the program's torch.amp.GradScaler scaled no loss; loss scale 65536;" in one_line(ended["unused scaler"])
-    assert "scaled no loss" not in one_line(ended["own fp16"])
-
-
-def test_a_region_for_evaluation_leaves_training_cast(ended: dict[str, Ended]) -> None:
-    assert ended["evaluates"].out == "bfloat16 float16 bfloat16 float16\n", ended["evaluates"].err
-    assert "autoamp: bfloat16 on cpu (O1);" in one_line(ended["evaluates"])
 
 
 HALVES = pytest.mark.parametrize(("dtype", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
@@ -497,11 +400,6 @@ def test_programs_of_half_models_run_as_they_are(dtype: str, ended: dict[str, En
     assert (one.code, one.out) == (0, "float16 float16 float16 torch.float32\n"), one.err
     assert "which has FP16_Optimizer;" in one_line(one)
     assert "FP16_Optimizer; loss scale 128; 0 of 3 steps skipped;" in one_line(one)
-    by_hand = ended[f"half_by_hand {dtype}"]
-    # Not scaled behind the program's back: 64 times the sum over two samples of ones.
-    assert (by_hand.code, by_hand.out) == (0, "float16 float16 float16 128.0\n"), by_hand.err
-    assert "casts left to the program, which has Model in float16;" in one_line(by_hand)
-    assert "loss scaling left to the program's Model in float16;" in one_line(by_hand)
 
 
 @HALVES

@@ -56,37 +56,3 @@ def test_off_the_same_functions_are_installed(handle: autoamp.Handle) -> None:
     second.stop()
     assert [vars(owner)[name].__code__ for owner, name in names] == before
     assert (one.over, other.over) == (1, 1)
-
-
-def test_an_observer_gets_each_call_with_its_module_and_dtypes(handle: autoamp.Handle) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
-    notes = Notes()
-    with handle.observe(notes):
-        model(torch.ones(1, 2))
-        torch.exp(torch.ones(1))
-        with pytest.raises(RuntimeError):
-            F.linear(torch.ones(1, 2), torch.ones(3, 3))
-    linear, softmax = "torch.nn.functional.linear", "torch.nn.functional.softmax"
-    assert notes.told == [
-        ("before", linear, True, "0"),
-        ("after", 1, torch.float16, None),
-        ("before", softmax, True, "1"),
-        # The Python function calls the method, with casts off.
-        ("before", "torch.Tensor.softmax", False, "1"),
-        ("after", 4, torch.float32, softmax),
-        ("after", 3, torch.float32, None),
-        ("before", "torch.exp", True, None),
-        ("after", 7, torch.float32, None),
-        ("before", linear, True, None),
-        ("failed", 9, RuntimeError),
-    ]
-
-
-def test_it_ends_with_the_handle(handle: autoamp.Handle) -> None:
-    notes = Notes()
-    watch = handle.observe(notes)
-    handle.deactivate()
-    watch.stop()
-    assert notes.over == 1
-    with pytest.raises(autoamp.UsageError, match="not active"):
-        handle.observe(Notes())

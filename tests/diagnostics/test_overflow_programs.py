@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, ScaleSearch
 from autoamp.scaling import DynamicLossScaler
-from tests.diagnostics.test_overflow import (
+from tests.diagnostics.faults import (
     BIG_TIMES_BIG,
     Net,
     found_in,

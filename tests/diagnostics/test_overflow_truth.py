@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, Overflow
-from tests.diagnostics.test_overflow import SteepInHalf, line_of, mean_square, started, take_step
+from tests.diagnostics.faults import SteepInHalf, line_of, mean_square, started, take_step
 
 STEPS = 3
 WEIGHT = torch.full((4, 4), 3e4, dtype=torch.float16)

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoamp.diagnostics import Call, CastTrace, Observer, Row
+from autoamp.diagnostics import CastTrace, Row
 from autoamp.torch_private import dispatch_modes
 
 
@@ -77,43 +76,6 @@ def test_the_same_numbers_in_inference_mode_and_none_of_another_thread(handle: A
     # There torch's softmax comes undivided: told to compute in fp32, it widens within.
     assert found[1] == (1, 0, 1, 0)
     assert [found[0], found[2]] == [expected[0], expected[2]]
-
-
-class PassingDispatchMode(TorchDispatchMode):
-    """A mode that changes nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Waiting(Observer):
-    """Lets a call wait."""
-
-    def __init__(self) -> None:
-        self.begun, self.goes_on = threading.Event(), threading.Event()
-
-    def before(self, call: Call) -> None:
-        self.begun.set()
-        assert self.goes_on.wait(60.0)
-
-
-def test_an_op_is_not_a_part_of_a_call_that_runs_in_another_thread(handle: Any) -> None:
-    """Torch's threads of backward passes on several GPUs have the dispatch modes of the thread that began the pass."""
-
-    def run() -> None:
-        with PassingDispatchMode():
-            F.linear(torch.ones(2, 2), torch.ones(2, 2))
-
-    waiting = Waiting()
-    with handle.trace() as trace, handle.observe(waiting):
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert waiting.begun.wait(60.0)
-        torch.mul(torch.ones(2, 2).half(), torch.ones(2, 2))
-        waiting.goes_on.set()
-        thread.join()
-    assert [row.op for row in trace.unlisted] == ["aten::mul"]
-    assert [row.calls for row in trace.rows] == [1]
 
 
 def test_in_place_forms_cast_there_and_back(handle: Any) -> None:

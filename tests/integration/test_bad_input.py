@@ -57,9 +57,6 @@ dense = st.builds(
     shapes,
     st.sampled_from(["plain", "plain", "transposed", "parameter"]),
 )
-anything = st.builds(
-    tensor, st.sampled_from(DTYPES), st.sampled_from(["cpu", "meta"]), shapes, st.sampled_from(["plain", "sparse"])
-)
 junk = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.floats(-2, 2), st.text(max_size=3), st.just(object()),
     st.just(torch.float32), st.just(torch.Size([2])), st.just(Ellipsis), st.just(len), st.just({1, 2}),
@@ -81,13 +78,6 @@ def nests(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         ),
         max_leaves=6,
     )
-
-
-def tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [found for item in items for found in tensors(item)]
 
 
 def picture(value: Any) -> Any:
@@ -132,26 +122,6 @@ OPS: dict[str, tuple[str, int, Callable[..., Any]]] = {
 LISTS = {"extends": "default", "promote": ["cat"]}
 
 
-def by_hand(policy: str, args: list[Any]) -> list[Any]:
-    """The arguments as a policy casts them; sparse ones keep the whole call as it came, but for a banned op."""
-    found = [item for arg in args for item in tensors(arg) if item.dtype in FLOATS and item.device.type == "cpu"]
-    strided = [item for item in found if item.layout is torch.strided]
-    several = len({item.dtype for item in strided}) > 1
-    target = {"fp16": HALF, "fp32": torch.float32, "banned": torch.float32}.get(policy)
-    if policy == "promote" and several:
-        target = torch.float32
-    if target is None or any(item.layout is not torch.strided and item.dtype != target for item in found):
-        return args
-    return [_to(arg, target) for arg in args]
-
-
-def _to(arg: Any, target: torch.dtype) -> Any:
-    if isinstance(arg, list):
-        return [_to(item, target) for item in arg]
-    cast = isinstance(arg, Tensor) and arg.dtype in FLOATS and arg.device.type == "cpu" and arg.layout is torch.strided
-    return arg.to(target) if cast else arg
-
-
 def outcome(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -170,32 +140,6 @@ def same(first: Any, second: Any, *, values: bool) -> bool:
         return True
     pair = [item.detach().to_dense().to(torch.complex128).nan_to_num() for item in (first, second)]
     return torch.equal(*pair)
-
-
-@pytest.mark.parametrize("name", OPS)
-@quick
-@given(st.lists(st.one_of(dense, anything, st.lists(dense, min_size=1, max_size=2)), min_size=3, max_size=3))
-def test_a_call_equals_the_one_cast_by_hand(name: str, plain: Any, args: list[Any]) -> None:
-    policy, count, function = OPS[name]
-    args = [[args[:2], 0], args][name != "cat"][:count]
-    with plain():
-        control = outcome(function, args, {})
-        wanted = outcome(function, by_hand(policy, args), {})
-    before = picture(args)
-
-    got = outcome(function, args, {})
-
-    assert picture(args) == before
-    if isinstance(got, Exception):
-        # Nothing that works in torch fails, and what fails does so as in torch.
-        assert isinstance(wanted, Exception), repr(got)
-        if not any(item.is_sparse for item in tensors(args)):
-            assert type(got) in (type(wanted), type(control))
-            assert str(got) in (str(wanted), str(control))
-    else:
-        # Some kernels do not notice a meta tensor beside one with numbers, and read what is not there.
-        values = not any(item.is_meta for item in tensors(args))
-        assert same(got, wanted, values=values), f"{got} where {wanted} is right"
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -168,31 +168,6 @@ def test_ops_that_torch_does_not_compile_are_not_compiled_by_themselves() -> Non
     assert_same(compiled, trained(handle, layer, function, x))
 
 
-def test_a_new_loss_scale_compiles_nothing_anew() -> None:
-    model, x = ConvNet(), torch.randn(ConvNet.shape)
-    handle = autoamp.init(
-        device_type="cpu", dtype=torch.float16, loss_scale=autoamp.DynamicLossScaler(growth_interval=1)
-    )
-    optimizer, graphs, scales = torch.optim.SGD(model.parameters(), lr=0.01), Graphs(), set()
-    compiled = torch.compile(model, backend=graphs, fullgraph=True)
-
-    @torch.compile(backend=graphs)
-    def step() -> None:
-        with handle.scale_loss(compiled(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-
-    # The third step finds gradients like those of the second: its way is compiled in the fourth for any scale.
-    for _ in range(4):
-        step()
-    after_warmup = len(graphs.graphs)
-    for _ in range(6):
-        step()
-        scales.add(handle.loss_scale)
-    assert len(scales) > 2
-    assert len(graphs.graphs) == after_warmup
-
-
 def test_blocks_in_compiled_functions_leave_later_losses_to_auto_scale() -> None:
     """A loss within a block is not scaled again, and one after compiled blocks is."""
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, lists={"extends": []})
@@ -265,30 +240,6 @@ def test_several_compiled_functions_with_functions_of_the_fp32_list(
     with ThreadPoolExecutor(1) as pool, torch.compiler.set_stance("fail_on_recompile"):
         pool.submit(check).result()
     check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("scope", ["modules", "global"])
-def test_threads_that_compile_and_one_that_does_not_cast(dtype: torch.dtype, scope: Any) -> None:
-    """What a thread's compiled code writes is that thread's alone."""
-    model, x, y = Classifier(), torch.randn(8, 6), torch.arange(8) % 4
-    handle = autoamp.init(scope=scope, device_type="cpu", dtype=dtype)
-    compiled, loss = (torch.compile(one, backend="aot_eager") for one in (model, distill))
-
-    def losses(model: Any, distill: Any) -> list[Tensor]:
-        logits, first = model(x, y)
-        return [logits, first, distill(logits, y)]
-
-    expected = losses(model, distill)
-    with handle.disable_casts():
-        plain = losses(model, distill)
-        assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), plain, strict=True))
-        with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(losses, compiled, loss).result()
-        assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), plain, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(losses(compiled, loss), expected, strict=True))
-    assert not torch.equal(plain[0], expected[0])
 
 
 @pytest.mark.parametrize("scope", ["modules", "global"])

@@ -36,11 +36,23 @@ ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 LOWEST_SCORE = 0.85
 
+# What the product does in a step, by its public functions.
+STEPS = [
+    f"tests/behaviour/test_{page}.py"
+    for page in ("accumulation", "checkpoints", "clipping", "diagnostics", "ema", "gan", "opt_levels", "schedulers")
+]
 # The tests that concern each package.
 TESTS = {
-    "rules": ["tests/rules"],
+    "rules": ["tests/rules", "tests/behaviour/test_lists.py", "tests/behaviour/test_tuned_list.py"],
     "patching": ["tests/patching", "tests/runtime/test_patched_torch.py"],
-    "casting": ["tests/casting", "tests/property/test_casts.py", "tests/inference"],
+    "casting": [
+        "tests/casting",
+        "tests/property/test_casts.py",
+        "tests/inference",
+        "tests/integration/test_stale_cache.py",
+        "tests/modules/test_recompute.py",
+        "tests/modules/test_scope.py",
+    ],
     "ops": [
         "tests/ops",
         "tests/property/test_casts.py",
@@ -49,15 +61,17 @@ TESTS = {
     ],
     "scaling": [
         "tests/scaling",
-        "tests/stepping/test_loss_scalers.py",
         "tests/stepping/test_optimizers.py",
         "tests/integration/test_device_steps.py",
+        *STEPS,
     ],
     "stepping": [
         "tests/stepping",
+        *STEPS,
         "tests/auto_scaling",
         "tests/property/test_training.py",
         "tests/integration/test_device_steps.py",
+        "tests/integration/test_several_calls.py",
         "tests/integration/test_misuse.py::test_a_warning_gives_the_value_the_rule_and_the_remedy_once",
         "tests/integration/test_misuse.py::test_what_is_right_is_not_told",
         "tests/levels",
@@ -70,7 +84,12 @@ TESTS = {
         "tests/integration/test_wrappers.py",
         "tests/stepping/test_rank_consistency.py",
     ],
-    "auto_scaling": ["tests/auto_scaling", "tests/stepping/test_closures.py"],
+    "auto_scaling": [
+        "tests/auto_scaling",
+        "tests/stepping/test_closures.py",
+        "tests/stepping/test_optimizer_steps.py",
+        "tests/property/test_training.py",
+    ],
 }
 # Modules apart from their package: they are about several ranks, and tests with these take long.
 APART = {"ranks": ["autoamp/stepping/rank_consistency.py", "autoamp/stepping/replicas.py"]}

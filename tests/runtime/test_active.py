@@ -64,16 +64,6 @@ def test_a_handle_that_was_deactivated_does_not_come_back_with_a_region(when: st
     assert not patched()
 
 
-def test_a_handle_may_be_deactivated_within_its_region() -> None:
-    with region() as handle:
-        handle.deactivate()
-        assert runs_in() is FULL
-        with region(dtype=BF16):
-            assert runs_in() is BF16
-        assert runs_in() is FULL
-    assert not patched()
-
-
 def overlapping(first: autoamp.Region, second: autoamp.Region) -> list[Any]:
     """Enter two regions in two threads and leave the first one earlier; return what the second thread saw."""
     barrier, seen = threading.Barrier(2), []
@@ -117,15 +107,6 @@ def test_regions_of_other_settings_in_two_threads_at_once_are_refused() -> None:
     assert not patched()
     with region(dtype=BF16):
         assert runs_in() is BF16
-
-
-def test_the_handle_before_comes_back_when_the_last_thread_leaves() -> None:
-    handle, block = init(), region(dtype=BF16)
-    seen = overlapping(block, block)
-    assert seen[2] is FULL
-    assert seen[3] is not handle
-    assert autoamp.current_handle() is handle
-    assert runs_in() is HALF
 
 
 def test_init_within_a_region_of_its_own_handle_is_refused() -> None:

@@ -1,0 +1,104 @@
+"""`handle.explain_overflow`: which losses it takes, and that it leaves a training as it was."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
+from tests.diagnostics.faults import Net, line_of, mean_square, started, take_step
+
+
+def test_explain_a_loss_exactly() -> None:
+    handle = started(traced=False)
+    net, x = Net(), torch.randn(5, 4)
+
+    def step() -> Tensor:
+        return (net(x).float() * 1e30).pow(2).sum()
+
+    found = handle.explain_overflow(step)
+    assert (found.op, found.location) == ("pow", line_of(step, "pow(2)"))
+    assert handle.explain_overflow(lambda: mean_square(net(x))) is None
+
+
+REFUSED = {
+    "scale_loss": "scaled a loss", "FP16_Optimizer": "scaled a loss", "GradScaler": "scaled a loss",
+    "backward": "ran a backward pass", "step": "called an optimizer", "closure": "called an optimizer",
+    "nested": r"called explain_overflow\(\)",
+    "None": "returned None", "float": "returned a float",
+    "no graph": "returned a Tensor", "several": "returned a Tensor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_explain_takes_a_loss_before_its_backward_pass(way: str) -> None:
+    """What else is given is refused, and changes nothing."""
+    handle, net = started(None, traced=False), Net()
+    optimizer: Any = (torch.optim.LBFGS if way == "closure" else torch.optim.SGD)(net.parameters(), lr=0.1)
+    if way == "FP16_Optimizer":
+        optimizer = FP16_Optimizer(optimizer)
+    # Times the loss scale these would be inf.
+    for param in net.parameters():
+        param.grad = torch.full_like(param, 1e35)
+    before, scale = [param.clone() for param in net.parameters()], handle.loss_scale
+    returned: dict[str, Any] = {
+        "None": lambda loss: None, "float": Tensor.item,
+        "no graph": Tensor.detach, "several": lambda loss: loss.expand(2),
+    }  # fmt: skip
+
+    def step() -> Any:
+        loss = mean_square(net(torch.randn(5, 4)))
+        if way in returned:
+            return returned[way](loss)
+        if way == "scale_loss":
+            with handle.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        elif way == "FP16_Optimizer":
+            optimizer.backward(loss)
+        elif way == "GradScaler":
+            torch.amp.GradScaler("cpu").scale(loss).backward()
+        elif way == "nested":
+            handle.explain_overflow(step)
+        elif way == "backward":
+            loss.backward()
+        else:
+            optimizer.step(*([lambda: loss] if way == "closure" else []))
+        return loss
+
+    with pytest.raises(UsageError, match=rf"returns the loss before its backward pass, .* this one {REFUSED[way]}"):
+        handle.explain_overflow(step)
+    assert all(map(torch.equal, net.parameters(), before))
+    assert all(bool((param.grad == 1e35).all()) for param in net.parameters() if param.grad is not None)
+    assert (handle.loss_scale, handle.stats["steps"], handle.stats["skipped"]) == (scale, 0, 0)
+    take_step(handle, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert (handle.stats["steps"], handle.last_step_skipped) == (1, False)
+
+
+def test_another_thread_trains_while_a_loss_is_explained() -> None:
+    handle, net, other = started(traced=False), Net(), Net()
+
+    def step() -> Tensor:
+        thread = threading.Thread(target=lambda: mean_square(other(torch.randn(5, 4))).backward())
+        thread.start()
+        thread.join()
+        return mean_square(net(torch.randn(5, 4)))
+
+    assert handle.explain_overflow(step) is None
+    assert all(param.grad is not None for param in other.parameters())
+
+
+def test_explain_between_forward_and_loss_leaves_the_watch_of_the_step() -> None:
+    handle, net = started(64.0), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    out = net(torch.randn(5, 4))
+    assert handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4)))) is None
+    with handle.scale_loss((out.float() * 1e30).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert handle.last_overflow is not None
+    assert handle.last_overflow.op == "pow"

@@ -1,0 +1,165 @@
+"""Which steps are explained: later ones, those whose flags stay on the device, and those of one of two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoamp.diagnostics import (
+    Communication,
+    HalfPrecisionOp,
+    NotLocated,
+)
+from autoamp.errors import NonFiniteGradientsError
+from autoamp.runtime import runtime_of
+from autoamp.scaling import UnreadFlags
+from tests.diagnostics.faults import (
+    BIG_TIMES_BIG,
+    Net,
+    found_in,
+    line_of,
+    mean_square,
+    squared,
+    started,
+    take_step,
+    train,
+)
+from tests.launches import launched
+
+
+def test_a_fault_that_comes_and_goes_in_a_model_that_draws_numbers() -> None:
+    step = [0]
+
+    def fault(h: Tensor) -> Tensor:
+        drawn = F.dropout(h, 0.5) * random.uniform(0.5, 2.0) * numpy.random.uniform(0.5, 2.0)
+        return squared(drawn) if step[0] in (8, 9) else drawn
+
+    def data(x: Tensor, number: int) -> Tensor:
+        step[0] = number
+        return x
+
+    found = train(Net(fault), data=data, steps=10).overflows
+    assert [(one.iteration, one.kind, one.location) for one in found] == [
+        (8, "half_precision_op", BIG_TIMES_BIG), (9, "half_precision_op", BIG_TIMES_BIG),
+    ]  # fmt: skip
+
+
+def test_flags_that_stay_on_the_device() -> None:
+    """A fused optimizer decides by a flag on its device. The first skip is known too late; then flags are read."""
+    handle = started("dynamic")
+    scaler = runtime_of(handle).optimizers.scalers[0]
+    scaler.unread = UnreadFlags(("cpu",))
+    active = [False]
+    net = Net(lambda h: squared(h) if active[0] else h)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
+
+    def step(fault: bool) -> None:
+        active[0] = fault
+        take_step(handle, net, optimizer, lambda out: mean_square(out) * 1e-3)
+
+    # The first step is watched, and its flag is read.
+    for fault, unread in ((False, 0), (True, 1), (False, 2)):
+        step(fault)
+        assert len(scaler.unread) == unread
+    assert handle.last_overflow is None
+    assert handle.stats["found_inf"] == [1]
+    assert (handle.stats["steps"], handle.stats["skipped"], handle.stats["last_step_skipped"]) == (3, 1, False)
+    found = found_in(handle)
+    assert isinstance(found.verdict, NotLocated)
+    assert (found.verdict.watched, found.iteration, found.loss_scale) == (8, None, 65536.0)
+    for fault in (False, True):
+        step(fault)
+        assert len(scaler.unread) == 0
+    found = found_in(handle)
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.op, found.iteration, found.location) == ("mul", 4, line_of(squared, "big * big"))
+    # With the two steps above, eight are watched.
+    for _ in range(6):
+        step(False)
+        assert len(scaler.unread) == 0
+    step(False)
+    # By now nothing is watched any more.
+    assert len(scaler.unread) == 1
+    assert handle.stats["found_inf"] == [2]
+
+
+def test_the_error_after_many_skips_carries_it() -> None:
+    handle, net = started("dynamic"), Net(squared)
+    handle.max_consecutive_skips = 2
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    take_step(handle, net, optimizer)
+    with pytest.raises(NonFiniteGradientsError, match="mul in module faulty") as caught:
+        take_step(handle, net, optimizer)
+    assert caught.value.overflow is handle.last_overflow
+
+
+WORKER = """
+import json, os, sys
+import torch, torch.distributed as dist
+import autoamp
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out.half() * 1e6 if self.bad else out
+
+child = os.fork()
+os.environ["RANK"] = "0" if child else "1"
+dist.init_process_group("gloo")
+rank, told = dist.get_rank(), []
+# In the second run one rank does not trace.
+for traced, steps, bad in ((True, 3, [1]), (rank == 0, 4, [2, 3])):
+    torch.manual_seed(0)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=64.0, trace_overflow=traced)
+    net = Net(4, 4)
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        net.bad = rank == 1 and step in bad
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).float().pow(2).mean()
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    told += [handle.skipped_steps, handle.last_overflow.to_dict()]
+    handle.deactivate()
+with open(os.path.join(sys.argv[1], f"{rank}.json"), "w") as file:
+    json.dump(told, file)
+dist.destroy_process_group()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forks")
+def test_on_one_of_two_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe, contextlib.closing(probe):
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    group = ["WORLD_SIZE=2", "MASTER_ADDR=localhost", f"MASTER_PORT={port}"]
+    ended = launched(tmp_path, {"ranks": [*group, "python", str(script), str(tmp_path)]})["ranks"]
+    assert ended.code == 0, ended.err
+    clean, faulty = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert (clean[0], faulty[0]) == (1, 1)
+    assert clean[1]["verdict"] == {"type": Communication.__name__}
+    assert clean[1]["iteration"] == 1
+    assert "trace overflows on all ranks" in clean[1]["suggestion"]
+    assert faulty[1]["kind"] == "half_precision_op"
+    assert (faulty[1]["op"], faulty[1]["phase"]) == ("mul", "forward")
+    assert faulty[1]["location"] == f"{script.name}:9"
+    assert (clean[2], faulty[2]) == (2, 2)
+    # It was not asked to trace, and looks on since its first skip.
+    assert faulty[3]["location"] == f"{script.name}:9"
+    assert clean[3]["kind"] == "communication"

@@ -1,0 +1,187 @@
+"""What a finding suggests: an entry that avoids the overflow, or why no entry does."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.diagnostics import (
+    HalfPrecisionOp,
+)
+from tests.diagnostics.faults import (
+    Faulty,
+    Net,
+    found_by,
+    found_in,
+    line_of,
+    overflowing_in_fp32,
+    root_of_zero,
+    squared,
+    take_step,
+    thousandfold,
+    train,
+)
+
+
+def test_all_fields_of_a_finding() -> None:
+    # A rule on another name of the op changes nothing: torch looks `Tensor.mul` up for `y * y`.
+    for lists in ({}, {"lists": {"fp32": ["mul"]}}):
+        found = found_in(train(Net(squared), **lists))
+        assert isinstance(found.verdict, HalfPrecisionOp)
+        assert found.value == "inf"
+        # The product is too large for the next layer as well.
+        expected = 'add fp32 = ["__mul__", "__rmul__", "linear"] to the list file (tried)'
+        assert (found.suggestion, found.fp32_names) == (expected, ("__mul__", "__rmul__", "linear"))
+        assert max(found.verdict.magnitudes) > 256
+        assert (found.iteration, found.loss_scale, found.kind) == (0, 256.0, "half_precision_op")
+
+
+def log_of_rounded(h: Tensor) -> Tensor:
+    """1e-10 is 0 in half precision, and log runs in fp32."""
+    p = h.half().mul(0.0).sub(60.0).sigmoid()
+    return h + 1e-3 * (p + 1e-10).log()
+
+
+def big_in_fp32(h: Tensor) -> Tensor:
+    return h + 1e-9 * (h.detach().half().clamp(1e3, 1e3) * 1000.0).sum(dtype=torch.float32)
+
+
+def test_an_entry_is_tried_on_the_tape() -> None:
+    found = found_in(train(Net(big_in_fp32)))
+    assert 'add fp32 = ["__mul__", "__rmul__"] to the list file (tried)' in str(found.suggestion)
+
+
+def test_an_entry_that_is_in_force_is_not_suggested() -> None:
+    found = found_in(train(Net(log_of_rounded)))
+    assert (found.kind, found.op) == ("half_precision_op", "log")
+    assert "log" not in found.fp32_names
+    assert '"log"' not in str(found.suggestion)
+    assert found.fp32_names
+    assert "(tried)" in str(found.suggestion)
+    handle = train(Net(log_of_rounded), lists={"fp32": list(found.fp32_names)})
+    assert handle.last_overflow is None
+
+
+BIG: dict[str, Callable[[Tensor], Tensor]] = {
+    "__mul__": lambda h: h * h,
+    "Tensor.mul": lambda h: h.mul(h),
+    "multiply": lambda h: h.multiply(h),
+    "__rsub__": lambda h: 6e4 - h.clamp(-6e4, -6e4),
+    "__truediv__": lambda h: h.clamp(6e4, 6e4) / h.clamp(0.01, 0.01),
+    "__rpow__": lambda h: 1e4 ** h.clamp(2.0, 2.0),
+    "__matmul__": lambda h: h @ h.clamp(500.0, 500.0).T,
+    "__imul__": lambda h: operator.imul(h.clone(), h),
+    "mul_": lambda h: h.clone().mul_(h),
+}
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_the_suggested_entry_avoids_the_overflow(name: str) -> None:
+    # In fp32 by the shipped lists. `Tensor.__rpow__` calls torch.pow.
+    alone = ["__pow__", "__rpow__", "pow"] if "pow" in name else []
+
+    def fault(h: Tensor) -> Tensor:
+        big = h.detach().half().clamp(1e3, 1e3) + 0 * h.half()
+        return h + 1e-9 * BIG[name](big).sum(dtype=torch.float32)
+
+    found = found_in(train(Net(fault), lists={"none": alone}))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert json.dumps(found.fp32_names) in str(found.suggestion)
+    if name in ("__imul__", "mul_"):
+        assert "write it out of place" in str(found.suggestion)
+        return
+    rest = [op for op in alone if op not in found.fp32_names]
+    handle = train(Net(fault), lists={"fp32": list(found.fp32_names), "none": rest})
+    assert handle.last_overflow is None
+    assert not handle.last_step_skipped
+
+
+BIG_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "__mul__": lambda h: h * 500.0,
+    "div": lambda h: torch.div(h, 0.002),
+    "__matmul__": lambda h: h @ (500.0 * torch.eye(8)).half(),
+    "linear": lambda h: F.linear(h, (500.0 * torch.eye(8)).half()),
+}
+
+
+def with_unit_weight(net: Net) -> Net:
+    """Let the last layer pass gradients as they are."""
+    with torch.no_grad():
+        net.last.weight.copy_(torch.eye(4, 8))
+    return net
+
+
+@pytest.mark.parametrize("name", BIG_BACKWARD)
+def test_the_suggested_entry_avoids_an_overflow_of_the_backward_pass(name: str) -> None:
+    """Gradients of 1000 that an op multiplies by 500, of activations that are small enough in the forward pass."""
+
+    def net() -> Net:
+        torch.manual_seed(0)
+        return with_unit_weight(Net(lambda h: BIG_BACKWARD[name](h.half() * 0.001)))
+
+    found = found_by(net(), False, thousandfold, 1.0001)
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+    assert (found.phase, found.module) == ("backward", "faulty")
+    assert json.dumps(found.fp32_names) in str(found.suggestion)
+    on_demand = found_by(net(), True, thousandfold, 1.0001)
+    assert (on_demand.op, set(on_demand.fp32_names)) == (found.op, set(found.fp32_names))
+    handle = train(net(), scale=1.0001, loss=thousandfold, lists={"fp32": list(found.fp32_names)})
+    assert handle.last_overflow is None
+    assert not handle.last_step_skipped
+
+
+def test_a_gradient_that_no_list_can_help_is_said_to_be_so() -> None:
+    def fault(h: Tensor) -> Tensor:
+        half = (h.float() * 0.001).half()
+        return torch.mul(half, 500.0)
+
+    found = found_by(with_unit_weight(Net(fault)), False, thousandfold, 1.0001)
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert found.fp32_names == ()
+    assert f"make no half tensor at {line_of(fault, '.half()')}" in str(found.suggestion)
+    # A gradient that the loss makes too large for the model's output.
+    found = found_in(train(Net(), scale=1.0001, loss=lambda out: (out.float() * 1e6).sum(), steps=2))
+    assert isinstance(found.verdict, HalfPrecisionOp)
+    assert (found.op, found.fp32_names) == ("float", ())
+    assert "make the loss smaller" in str(found.suggestion)
+
+
+def cast_by_the_program(h: Tensor) -> Tensor:
+    return (h.float() * 1e6).half()
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        (cast_by_the_program, "compute it in fp32"),
+        (overflowing_in_fp32, "in a form that stays finite"),
+        (root_of_zero, "in a form that stays finite"),
+    ],
+)
+def test_a_finding_without_an_entry_has_a_suggestion(fault: Callable[[Tensor], Tensor], advice: str) -> None:
+    found = found_in(train(Net(fault)))
+    assert advice in str(found.suggestion)
+    assert found.fp32_names == ()
+
+
+@pytest.mark.parametrize("in_module", [False, True])
+def test_a_gradient_that_overflows_in_bf16_alone_is_said_to_do_so(in_module: bool) -> None:
+    """The largest values are 3.390e38 in bf16 and 3.403e38 in fp32."""
+    net = nn.Sequential(nn.Linear(4, 4), Faulty(lambda h: h.bfloat16().float() if in_module else h.bfloat16()))
+    nn.init.zeros_(net[0].weight)
+    nn.init.zeros_(net[0].bias)
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0001, trace_overflow=True)
+    take_step(
+        handle, net, torch.optim.SGD(net.parameters(), lr=0.1), lambda out: (out.float() * 3.399e38).sum(),
+        torch.full((1, 4), 0.01),
+    )  # fmt: skip
+    found = found_in(handle)
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+    assert (found.phase, found.verdict.dtype) == ("backward", "bfloat16")

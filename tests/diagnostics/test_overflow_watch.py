@@ -1,0 +1,256 @@
+"""Looking for overflows changes no result, no graph and no mode of the program, and ends with the handle."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+import autoamp
+from autoamp.runtime import runtime_of
+from tests.diagnostics.faults import (
+    BIG_TIMES_BIG,
+    Net,
+    found_in,
+    line_of,
+    mean_square,
+    modes,
+    squared,
+    started,
+    take_step,
+    train,
+)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_steps_that_are_recorded(traced: bool) -> None:
+    """All of a traced run; else those after a skip."""
+    seen = []
+
+    def loss(out: Tensor) -> Tensor:
+        seen.append(len(_get_current_dispatch_mode_stack()) > 0)
+        return mean_square(out)
+
+    train(Net(squared), loss=loss, steps=3, traced=traced)
+    assert seen == [traced, True, True]
+    assert modes() == 0
+
+
+class Passing(TorchFunctionMode):
+    """A mode that changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Passing, functools.partial(torch.device, "cpu")])
+@pytest.mark.parametrize("enters", ["before", "within"])
+def test_modes_of_the_program_that_end_within_the_loss(kind: Callable[[], Any], enters: str) -> None:
+    mode = kind()
+
+    def data(x: Tensor, step: int) -> Tensor:
+        if enters == "before":
+            mode.__enter__()
+        return x
+
+    def loss(out: Tensor) -> Tensor:
+        if enters == "within":
+            mode.__enter__()
+        size = out.float().mul(1e30)
+        mode.__exit__(None, None, None)
+        return size.pow(2).sum()
+
+    assert found_in(train(Net(), loss=loss, data=data)).location == line_of(loss, "pow(2)")
+    assert modes() == 0
+
+
+@pytest.mark.parametrize("when", ["before the handle", "after the handle", "after a step"])
+@pytest.mark.parametrize("what", ["model", "loss", "part"])
+def test_compiled_code_runs_as_without(what: str, when: str) -> None:
+    """No mode is on, so that Dynamo makes one graph and each call runs it; modes would break it."""
+    runs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (runs.append(1), graph(*args))[1]
+
+    def begin(net: Net) -> Any:
+        if what == "part":
+            net.faulty.compile(backend=backend, fullgraph=True)
+            return net, mean_square
+        compiled = torch.compile(mean_square if what == "loss" else net, backend=backend, fullgraph=True)
+        return (net, compiled) if what == "loss" else (compiled, mean_square)
+
+    torch._dynamo.reset()
+    net = Net(lambda h: h * 2.0)
+    model, loss = begin(net) if when == "before the handle" else (net, mean_square)
+    handle = started()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    if when == "after a step":
+        take_step(handle, net, optimizer)
+    if when != "before the handle":
+        model, loss = begin(net)
+    for _ in range(3):
+        take_step(handle, model, optimizer, loss)
+    assert len(runs) == 3
+    assert handle.skipped_steps == 0
+
+
+def test_a_stack_trace_of_a_call_has_two_frames_of_the_package() -> None:
+    def fault(h: Tensor) -> Tensor:
+        raise ValueError
+
+    handle, net = started(), Net(fault)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        net(torch.randn(5, 4))
+    files = [str(entry.path) for entry in caught.traceback]
+    package = str(Path(autoamp.__file__).parent)
+    of_the_model = files[: next(i for i, entry in enumerate(caught.traceback) if entry.name == "forward")]
+    assert sum(file.startswith(package) for file in of_the_model) == 2
+    # The call that raised has ended.
+    net.faulty.fault = squared
+    take_step(handle, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert found_in(handle).module == "faulty"
+
+
+def test_what_is_watched_ends_with_the_handle() -> None:
+    handle = started()
+    out = Net()(torch.randn(5, 4))
+    assert out.requires_grad
+    assert modes() == 2
+    handle.deactivate()
+    assert modes() == 0
+
+
+class Stateful(Net):
+    """Writes attributes and buffers, of which one is None at first, and draws from a generator of its own."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fault)
+        self.calls, self.seen, self.generator = 0, [0.0], torch.Generator().manual_seed(3)
+        self.mean: Tensor | None
+        self.sums: Tensor
+        self.register_buffer("mean", None)
+        self.register_buffer("sums", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(x.sum()))
+        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
+        self.sums = torch.cat([self.sums, x.sum().view(1)])
+        return super().forward(x + self.mean + torch.rand(4, generator=self.generator) * 1e-6)
+
+    def state(self) -> list[Tensor]:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        generators = [self.generator.get_state(), torch.get_rng_state()]
+        return [*self.state_dict().values(), *gradients, *generators, torch.tensor([self.calls, *self.seen])]
+
+
+def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("fault", [squared, lambda h: h * 64.0])
+def test_it_changes_no_result(fault: Callable[[Tensor], Tensor]) -> None:
+    """Weights, buffers, attributes, gradients and random numbers, bitwise, over skipped and taken steps."""
+
+    def run(traced: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        net = Stateful(fault)
+        optimizer, handle = torch.optim.Adam(net.parameters(), lr=0.01), started(None, traced=traced)
+
+        def step() -> None:
+            take_step(handle, net, optimizer, lambda out: mean_square(out) * 100.0)
+
+        for _ in range(6):
+            step()
+        assert handle.skipped_steps > 0
+        result = net.state()
+        optimizer.zero_grad()
+        before, steps = net.state(), runtime_of(handle).optimizers.counts.steps
+        found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))) * 100.0)
+        assert fault is not squared or found.location == BIG_TIMES_BIG
+        assert are_equal(net.state(), before)
+        assert runtime_of(handle).optimizers.counts.steps == steps
+        if traced and fault is squared:
+            assert [one.location for one in handle.overflows] == [BIG_TIMES_BIG] * 6
+        handle.deactivate()
+        return result
+
+    assert are_equal(run(True), run(False))
+
+
+def test_looking_on_is_not_counted_or_traced() -> None:
+    def calls(traced: bool) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        handle, net = started(64.0, traced=traced), Net(squared)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with handle.count() as counts, handle.trace() as trace:
+            take_step(handle, net, optimizer)
+            handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+        assert handle.skipped_steps == 1
+        handle.deactivate()
+        return counts.as_dict(), [(row.op, row.calls, row.casts) for row in trace.rows]
+
+    assert calls(True) == calls(False)
+
+
+def test_a_graph_that_is_kept_stays_valid() -> None:
+    """Buffers that a replay writes and puts back are those that another backward pass needs."""
+    handle = started(64.0)
+    net = nn.Sequential(nn.BatchNorm1d(4), Net(squared))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    kept = nn.Linear(4, 4)(torch.randn(5, 4)) * net[0].running_var
+    with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
+        scaled.backward()
+    before = net[0].running_var._version
+    optimizer.step()
+    assert handle.skipped_steps == 1
+    assert net[0].running_var._version == before
+    assert kept.requires_grad
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cross_entropy(out: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, -2), torch.zeros(8, dtype=torch.long))
+
+
+def operators_of_step(layers: int, loss: Callable[[Tensor], Tensor], *, traced: bool) -> int:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), layers)
+    optimizer, handle = torch.optim.SGD(model.parameters(), lr=0.01), started(64.0, traced=traced)
+    x = torch.randn(2, 4, 16)
+    for _ in range(12):
+        take_step(handle, model, optimizer, loss, x)
+    with Operators() as operators:
+        take_step(handle, model, optimizer, loss, x)
+    assert handle.skipped_steps == 0
+    handle.deactivate()
+    return operators.count
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, mean_square])
+def test_what_a_clean_step_costs_more(loss: Callable[[Tensor], Tensor]) -> None:
+    more = [
+        operators_of_step(layers, loss, traced=True) - operators_of_step(layers, loss, traced=False)
+        for layers in (1, 3)
+    ]
+    assert more == [0, 0]
