@@ -16,7 +16,7 @@ from autoamp.auto_scaling import AutoScale
 from tests.auto_scaling.programs import gradients, make, train_step
 
 
-def test_it_ends(handle: autoamp.Handle) -> None:
+def test_auto_scale_ends_by_stop_and_with_its_handle(handle: autoamp.Handle) -> None:
     model, optimizer, x = make()
     original = Tensor.retain_grad
     scaling = handle.auto_scale()
@@ -43,7 +43,7 @@ def test_it_ends(handle: autoamp.Handle) -> None:
         assert not disabled.active
 
 
-def test_it_rests_while_another_region_is_active(handle: autoamp.Handle, scaling: AutoScale) -> None:
+def test_auto_scale_rests_while_another_region_is_active(handle: autoamp.Handle, scaling: AutoScale) -> None:
     patched = torch.autograd.backward
     with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
         assert torch.autograd.backward is not patched
@@ -64,7 +64,7 @@ def test_models_and_optimizers_are_collectable(scaling: AutoScale, collected: An
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_compiled_models(scaling: AutoScale) -> None:
+def test_a_compiled_model_has_the_gradients_of_the_eager_one(scaling: AutoScale) -> None:
     model, optimizer, x = make()
     torch.compile(model, backend="aot_eager", fullgraph=True)(x).square().mean().backward()
     got = gradients(model)

@@ -62,7 +62,7 @@ def alone(folder: Path, **variables: str) -> list[str]:
     ).stdout.splitlines()  # fmt: skip
 
 
-def test_it_is_kept(tmp_path: Path) -> None:
+def test_freed_memory_is_kept(tmp_path: Path) -> None:
     assert alone(tmp_path) == ["kept", "kept"]
 
 
@@ -110,13 +110,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 @pytest.mark.parametrize(("name", "done"), [("kept", ["kept"] * 2), ("O0", ["kept"])])
-def test_runs_keep_it_and_say_so_and_so_do_their_children(name: str, done: list[str], ended: dict[str, Ended]) -> None:
+def test_runs_and_their_children_keep_freed_memory_and_say_so(
+    name: str, done: list[str], ended: dict[str, Ended]
+) -> None:
     assert ended[name].out.splitlines() == done, ended[name].err
     assert " MiB, freed memory kept; " in ended[name].err
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
-def test_it_is_not_kept_unless_wanted(ended: dict[str, Ended]) -> None:
+def test_freed_memory_is_not_kept_unless_wanted(ended: dict[str, Ended]) -> None:
     lines = ended["not kept"].out.splitlines()
     assert len(lines) == 2, ended["not kept"].err
     assert all(line.startswith("given back") for line in lines)
@@ -125,5 +127,5 @@ def test_it_is_not_kept_unless_wanted(ended: dict[str, Ended]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
-def test_init_does_not_keep_it(ended: dict[str, Ended]) -> None:
+def test_init_does_not_keep_freed_memory(ended: dict[str, Ended]) -> None:
     assert ended["init alone"].out.startswith("given back"), ended["init alone"].err

@@ -120,7 +120,9 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": 
 @pytest.mark.parametrize("first", MODES)
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("of_weight", [True, False], ids=["weight", "activation"])
-def test_a_tensor_in_two_grad_modes(casts: Casts, first: str, second: str, of_weight: bool) -> None:
+def test_a_cast_has_a_gradient_only_where_gradients_are_on(
+    casts: Casts, first: str, second: str, of_weight: bool
+) -> None:
     leaf = Parameter(torch.ones(2))
     x = leaf if of_weight else leaf * 1
     with MODES[first]():
@@ -197,7 +199,7 @@ def test_a_cast_that_was_written_to_is_made_anew(handle: autoamp.Handle, of_weig
             assert torch.equal(model.a(x), torch.ones(2, 2, dtype=HALF))
 
 
-def test_detach_between_two_uses(handle: autoamp.Handle) -> None:
+def test_a_detached_tensor_is_cast_anew(handle: autoamp.Handle) -> None:
     found: list[Tensor] = []
 
     def run(self: Calls, x: Tensor) -> Tensor:
@@ -212,7 +214,7 @@ def test_detach_between_two_uses(handle: autoamp.Handle) -> None:
     assert found[0].grad is not None
 
 
-def test_writes_that_torch_does_not_count(handle: autoamp.Handle) -> None:
+def test_a_write_of_numpy_reaches_the_next_cast(handle: autoamp.Handle) -> None:
     """As of numpy, or of a collective: a tensor without gradients is cast for each use."""
 
     def run(self: Calls, x: Tensor) -> tuple[Tensor, Tensor]:

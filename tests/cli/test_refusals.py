@@ -44,13 +44,15 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["replay", "a\0b"], "no capsule"),
     ],
 )
-def test_options(argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(
+    argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script.touch()
     assert message in refused(capsys, *argv)
 
 
 @pytest.mark.parametrize("value", ["nope", "bf16;fp16", "float16"])
-def test_half_units(
+def test_wrong_half_units_are_refused(
     value: str, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.touch()
@@ -82,7 +84,7 @@ def saved(value: Any) -> bytes:
         (json.dumps({**FINDING, "half_dtype": "nn"}), saved(TAPE), "is a damaged capsule"),
     ],
 )
-def test_capsules(
+def test_wrong_capsules_are_refused(
     finding: str | bytes, step: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "damaged.capsule"
@@ -114,7 +116,7 @@ def damaged(document: Any, wrong: Any) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "wrong", ["text", *(pytest.param(one, marks=pytest.mark.variants) for one in (None, 3, [3], {"key": 3}))], ids=repr
 )
-def test_reports(wrong: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_reports_are_refused(wrong: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jinja2")
     handle, _ = train(3, faults=(1,))
     document, path, page = handle.report(), tmp_path / "run.json", tmp_path / "page.html"

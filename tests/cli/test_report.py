@@ -72,7 +72,7 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
         ({**NO_CASTS, "opt_level": "O3", "exit_code": 1}, "no casts (O3);"),
     ],
 )  # fmt: skip
-def test_summary(changes: dict[str, Any], summary: str) -> None:
+def test_summary_says_what_was_cast_and_scaled(changes: dict[str, Any], summary: str) -> None:
     assert replace(REPORT, **changes).summary() == f"autoamp: {summary} 12.3 s"
 
 

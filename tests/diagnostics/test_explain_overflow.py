@@ -14,7 +14,7 @@ from autoamp.fp16_utils import FP16_Optimizer
 from tests.diagnostics.faults import Net, line_of, mean_square, started, take_step
 
 
-def test_explain_a_loss_exactly() -> None:
+def test_explain_overflow_names_op_and_line_of_a_loss() -> None:
     handle = started(traced=False)
     net, x = Net(), torch.randn(5, 4)
 

@@ -95,7 +95,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_fault_in_the_loss(name: str) -> None:
+def test_a_fault_in_the_loss_is_located(name: str) -> None:
     fault = LOSSES[name]
     lists = {} if name in ("fp32", "half", "Clone", "Mul") else {"lists": {"extends": []}}
     handle = train(Net(), loss=fault.function, steps=2, scale=fault.scale, **lists)
@@ -165,7 +165,7 @@ def test_nan_of_a_cross_entropy_whose_loss_is_finite() -> None:
         assert found.location == line_of(loss, "cross_entropy")
 
 
-def test_a_program_that_writes_to_the_outputs_of_its_model() -> None:
+def test_a_fault_is_located_though_the_program_writes_to_the_outputs() -> None:
     """What they were before is kept."""
 
     def loss(out: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def test_an_inf_that_does_no_harm_is_not_blamed() -> None:
     assert isinstance(found.verdict, ScaleSearch)
 
 
-def test_two_passes_through_one_output() -> None:
+def test_a_second_pass_through_one_output_does_not_hide_the_overflow_of_the_first() -> None:
     """The gradients of the second pass are not those of the first, which overflowed."""
     handle = started(2.0**14)
     net = Net(lambda h: h.half().mul(100.0).float())
@@ -206,7 +206,7 @@ def test_two_passes_through_one_output() -> None:
     assert isinstance(found_in(handle).verdict, ScaleSearch)
 
 
-def test_a_scale_that_is_too_large() -> None:
+def test_a_scale_that_is_too_large_is_a_search_for_a_lower_one() -> None:
     net = Net(lambda h: h.half().mul(100.0).float())
     found = found_in(train(net, scale="dynamic", steps=2, loss=lambda out: mean_square(out) * 0.01))
     assert isinstance(found.verdict, ScaleSearch)

@@ -131,7 +131,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("on_demand", [False, True])
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_a_module(name: str, on_demand: bool) -> None:
+def test_a_fault_in_a_module_is_located(name: str, on_demand: bool) -> None:
     fault = FAULTS[name]
     found = found_by(Net(fault.function), on_demand, fault.loss, fault.scale)
     assert isinstance(found.verdict, fault.verdict), str(found)
@@ -231,7 +231,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[type, str, str, str]]] = 
 
 @pytest.mark.parametrize("on_demand", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_fault_in_a_model(name: str, on_demand: bool) -> None:
+def test_a_fault_in_a_model_is_located(name: str, on_demand: bool) -> None:
     make, expected = MODELS[name]
     found = found_by(make(), on_demand)
     assert (type(found.verdict), found.op, found.module, found.location) == expected, str(found)
@@ -277,7 +277,9 @@ class Reciprocal(nn.Module):
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "-inf", 2, "input"),
     ],
 )
-def test_inf_and_nan_in_the_data(make: Any, value: str, row: int, name: str, on_demand: bool) -> None:
+def test_inf_and_nan_in_the_data_are_told_with_tensor_and_row(
+    make: Any, value: str, row: int, name: str, on_demand: bool
+) -> None:
     net, x = make(), torch.randn(5, 4)
     x[row, 0] = float(value)
     if on_demand:
@@ -290,14 +292,14 @@ def test_inf_and_nan_in_the_data(make: Any, value: str, row: int, name: str, on_
     assert (found.value, found.op) == (value.removeprefix("-"), None)
 
 
-def test_minus_inf_in_the_data_that_makes_no_nan() -> None:
+def test_minus_inf_in_the_data_is_told_though_relu_makes_it_finite() -> None:
     x = torch.randn(5, 4)
     x[2, 0] = float("-inf")
     found = found_in(train(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), data=lambda _, step: x))
     assert isinstance(found.verdict, NotFiniteInFp32)
 
 
-def test_a_weight_that_holds_nan() -> None:
+def test_a_weight_that_holds_nan_is_named() -> None:
     net = Net()
     with torch.no_grad():
         net.first.weight[2, 1] = float("nan")
@@ -306,7 +308,7 @@ def test_a_weight_that_holds_nan() -> None:
     assert (found.verdict.cause, found.verdict.tensor, found.module) == ("weights", "first.weight", "first")
 
 
-def test_a_frozen_model_before_it_is_found() -> None:
+def test_an_overflow_in_a_frozen_model_is_located_if_the_training_uses_it() -> None:
     frozen = Faulty(squared)
     net = Net()
 
@@ -326,7 +328,7 @@ def test_a_frozen_model_before_it_is_found() -> None:
     assert isinstance(found.verdict, ScaleSearch)
 
 
-def test_inputs_written_to() -> None:
+def test_a_fault_is_located_though_the_program_overwrites_its_input() -> None:
     net, x = Net(squared), torch.randn(5, 4)
     # The first layer keeps its input for backward unless its weight is frozen.
     net.first.requires_grad_(False)
@@ -335,7 +337,7 @@ def test_inputs_written_to() -> None:
     assert not x.any()
 
 
-def test_o2() -> None:
+def test_a_fault_at_o2_is_located() -> None:
     net = Net(squared)
     net, optimizer = autoamp.initialize(
         net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O2", device_type="cpu", dtype=torch.float16,

@@ -54,7 +54,7 @@ def test_a_fault_that_comes_and_goes_in_a_model_that_draws_numbers() -> None:
     ]  # fmt: skip
 
 
-def test_flags_that_stay_on_the_device() -> None:
+def test_skips_whose_flags_stay_on_the_device_are_explained_from_the_second_on() -> None:
     """A fused optimizer decides by a flag on its device. The first skip is known too late; then flags are read."""
     handle = started("dynamic")
     scaler = runtime_of(handle).optimizers.scalers[0]
@@ -93,7 +93,7 @@ def test_flags_that_stay_on_the_device() -> None:
     assert handle.stats["found_inf"] == [2]
 
 
-def test_the_error_after_many_skips_carries_it() -> None:
+def test_the_error_after_many_skips_carries_the_finding() -> None:
     handle, net = started("dynamic"), Net(squared)
     handle.max_consecutive_skips = 2
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -142,7 +142,7 @@ if child:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the ranks are forks")
-def test_on_one_of_two_ranks(tmp_path: Path) -> None:
+def test_an_overflow_of_one_rank_is_explained_on_that_rank(tmp_path: Path) -> None:
     with socket.socket() as probe, contextlib.closing(probe):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]

@@ -30,7 +30,7 @@ from tests.diagnostics.faults import (
 )
 
 
-def test_all_fields_of_a_finding() -> None:
+def test_a_finding_has_value_suggestion_magnitudes_iteration_and_scale() -> None:
     # A rule on another name of the op changes nothing: torch looks `Tensor.mul` up for `y * y`.
     for lists in ({}, {"lists": {"fp32": ["mul"]}}):
         found = found_in(train(Net(squared), **lists))

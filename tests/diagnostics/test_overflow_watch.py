@@ -31,7 +31,7 @@ from tests.diagnostics.faults import (
 
 
 @pytest.mark.parametrize("traced", [True, False])
-def test_steps_that_are_recorded(traced: bool) -> None:
+def test_all_steps_of_a_traced_run_are_recorded_and_else_those_after_a_skip(traced: bool) -> None:
     """All of a traced run; else those after a skip."""
     seen = []
 
@@ -120,7 +120,7 @@ def test_a_stack_trace_of_a_call_has_two_frames_of_the_package() -> None:
     assert found_in(handle).module == "faulty"
 
 
-def test_what_is_watched_ends_with_the_handle() -> None:
+def test_modes_of_the_watch_end_with_the_handle() -> None:
     handle = started()
     out = Net()(torch.randn(5, 4))
     assert out.requires_grad
@@ -158,7 +158,7 @@ def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("fault", [squared, lambda h: h * 64.0])
-def test_it_changes_no_result(fault: Callable[[Tensor], Tensor]) -> None:
+def test_looking_for_overflows_changes_no_result(fault: Callable[[Tensor], Tensor]) -> None:
     """Weights, buffers, attributes, gradients and random numbers, bitwise, over skipped and taken steps."""
 
     def run(traced: bool) -> list[Tensor]:
@@ -248,7 +248,7 @@ def operators_of_step(layers: int, loss: Callable[[Tensor], Tensor], *, traced: 
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, mean_square])
-def test_what_a_clean_step_costs_more(loss: Callable[[Tensor], Tensor]) -> None:
+def test_a_clean_step_runs_no_more_operators(loss: Callable[[Tensor], Tensor]) -> None:
     more = [
         operators_of_step(layers, loss, traced=True) - operators_of_step(layers, loss, traced=False)
         for layers in (1, 3)

@@ -79,17 +79,13 @@ class Lora(nn.Module):
     """A frozen layer in half precision with fp32 adapters.
 
     Args:
-        base_first: Whether the parameters of the layer are registered first.
         by_hand: Whether it casts by itself, as `peft` does.
     """
 
-    def __init__(self, *, base_first: bool, by_hand: bool = False) -> None:
+    def __init__(self, *, by_hand: bool = False) -> None:
         super().__init__()
-        if base_first:
-            self.base = nn.Linear(4, 8).to(DTYPE).requires_grad_(False)
+        self.base = nn.Linear(4, 8).to(DTYPE).requires_grad_(False)
         self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 8, bias=False)
-        if not base_first:
-            self.base = nn.Linear(4, 8).to(DTYPE).requires_grad_(False)
         self.by_hand = by_hand
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,7 +144,7 @@ def train_by_hand(model: nn.Module, masters: Masters, *, x: Tensor = X, y: Tenso
         masters.step()
 
 
-def train_scaled(scaler: Any, region: Any = contextlib.nullcontext, *, several: bool = False) -> None:
+def train_scaled(scaler: Any, region: Any = contextlib.nullcontext) -> None:
     """Train with a GradScaler, the forward passes in a region."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
@@ -156,8 +152,7 @@ def train_scaled(scaler: Any, region: Any = contextlib.nullcontext, *, several: 
         optimizer.zero_grad()
         with region():
             loss = noted(loss_of(model, X, Y))
-        scaled = scaler.scale([loss])[0] if several else scaler.scale(loss)
-        scaled.backward()
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
@@ -173,16 +168,6 @@ def plain() -> None:
 
 def half_model() -> None:
     train(Net().to(DTYPE), x=X.to(DTYPE), y=Y.to(DTYPE))
-
-
-def half_model_stepped_first() -> None:
-    """An optimizer steps before the first forward, which allocates its state."""
-    model = Net().to(DTYPE)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
-    optimizer.step()
-    train(model, x=X.to(DTYPE), y=Y.to(DTYPE))
 
 
 def half_model_with_masters() -> None:
@@ -232,13 +217,6 @@ def frozen_half_teacher() -> None:
         optimizer.step()
 
 
-def half_head() -> None:
-    """The parameters that are registered first are in fp32."""
-    model = Net()
-    model.last.to(DTYPE)
-    train(model)
-
-
 def half_embedding() -> None:
     """A table in half precision that trains, and casts by hand behind it."""
     train(Net(nn.Embedding(8, 8).to(DTYPE)), x=torch.arange(8))
@@ -249,16 +227,12 @@ def frozen_half_embedding() -> None:
     train(model, x=torch.arange(8))
 
 
-def lora_base_first() -> None:
-    train(Net(Lora(base_first=True)))
-
-
-def lora_adapters_first() -> None:
-    train(Net(Lora(base_first=False)))
+def lora() -> None:
+    train(Net(Lora()))
 
 
 def lora_by_hand() -> None:
-    train(Net(Lora(base_first=True, by_hand=True)))
+    train(Net(Lora(by_hand=True)))
 
 
 def half_copy_to_evaluate() -> None:
@@ -292,15 +266,6 @@ def autocast_and_scaler() -> None:
     train_scaled(torch.amp.GradScaler("cpu", init_scale=128.0), lambda: torch.autocast("cpu", DTYPE))
 
 
-def autocast_and_scaler_disabled() -> None:
-    """Inside a disabled region nobody casts."""
-    train_scaled(torch.amp.GradScaler("cpu", enabled=False), lambda: torch.autocast("cpu", DTYPE, enabled=False))
-
-
-def scaler_disabled() -> None:
-    train_scaled(torch.amp.GradScaler("cpu", enabled=False))
-
-
 def scaler_unused() -> None:
     scaler = torch.amp.GradScaler("cpu")
     train(Net())
@@ -314,19 +279,8 @@ def scaler_early() -> None:
     train_scaled(scaler)
 
 
-def scaler_early_and_unused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    start()
-    train(Net())
-    del scaler
-
-
 def scaler_alone() -> None:
     train_scaled(torch.amp.GradScaler("cpu", init_scale=128.0))
-
-
-def scaler_of_a_list() -> None:
-    train_scaled(torch.amp.GradScaler("cpu", init_scale=128.0), several=True)
 
 
 def scaler_of_fsdp() -> None:
@@ -376,15 +330,14 @@ def apex_level(level: str) -> Callable[[], None]:
 
 EARLY: dict[str, Callable[[], None]] = {
     "scaler_early": scaler_early,
-    "scaler_early_and_unused": scaler_early_and_unused,
 }
 """Programs that switch autoamp on themselves."""
 
 OWN: dict[str, Callable[[], None]] = {
     program.__name__: program
     for program in (
-        half_model, half_model_stepped_first, half_model_with_masters, half_model_with_fp32_norm, engine,
-        half_model_after_an_fp32_one, half_inference, frozen_half_teacher, half_head, half_embedding,
+        half_model, half_model_with_masters, half_model_with_fp32_norm, engine,
+        half_model_after_an_fp32_one, half_inference, frozen_half_teacher, half_embedding,
         autocast, autocast_and_scaler, fp16_optimizer,
     )
 } | {f"apex_{level}": apex_level(level) for level in ("O0", "O1", "O2", "O3")}  # fmt: skip
@@ -393,13 +346,13 @@ OWN: dict[str, Callable[[], None]] = {
 CAST = {
     program.__name__: program
     for program in (
-        plain, frozen_half_embedding, lora_base_first, lora_adapters_first, lora_by_hand, half_copy_to_evaluate,
-        autocast_to_evaluate, scaler_disabled, scaler_unused,
+        plain, frozen_half_embedding, lora, lora_by_hand, half_copy_to_evaluate,
+        autocast_to_evaluate, scaler_unused,
     )
 }  # fmt: skip
 """Programs that do not."""
 
-SCALED = {program.__name__: program for program in (scaler_alone, scaler_of_a_list, scaler_of_fsdp)}
+SCALED = {program.__name__: program for program in (scaler_alone, scaler_of_fsdp)}
 """Programs that scale their losses, and cast nothing."""
 
 

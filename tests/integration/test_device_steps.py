@@ -159,7 +159,9 @@ SCALES: dict[str, tuple[float, Sequence[int]]] = {
         *((plain, name, "dynamic", torch.bfloat16) for name in OPTIMIZERS),
     ],
 )
-def test_training_is_the_same(way: Any, name: str, scale: str, half: torch.dtype, reads: list[int]) -> None:
+def test_training_is_the_same_with_flags_unread(
+    way: Any, name: str, scale: str, half: torch.dtype, reads: list[int]
+) -> None:
     def train(late: bool) -> tuple[list[Tensor], Any]:
         first, read = SCALES[scale]
         scaler = StaticLossScaler(first) if scale == "static" else scaler_of(False, first)
@@ -182,7 +184,7 @@ def test_training_is_the_same(way: Any, name: str, scale: str, half: torch.dtype
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
-def test_levels(opt_level: str, reads: list[int]) -> None:
+def test_each_level_trains_the_same_with_flags_unread(opt_level: str, reads: list[int]) -> None:
     def train(late: bool) -> tuple[list[Tensor], Any]:
         model = network()
         model, optimizer = autoamp.initialize(
@@ -201,7 +203,7 @@ def test_levels(opt_level: str, reads: list[int]) -> None:
     assert_same(train)
 
 
-def test_fp16_optimizer(half: torch.dtype, reads: list[int]) -> None:
+def test_fp16_optimizer_trains_the_same_with_flags_unread(half: torch.dtype, reads: list[int]) -> None:
     def train(late: bool) -> tuple[list[Tensor], Any]:
         model = network(half)
         inner = OPTIMIZERS["AdamW"](model.parameters())
@@ -223,7 +225,9 @@ def test_fp16_optimizer(half: torch.dtype, reads: list[int]) -> None:
     ("first", "second", "shared_block"),
     [("SGD", "Adam", True), ("SGD", "Adam", False), ("SGD", "foreach", True), ("foreach", "Adam", False)],
 )
-def test_two_optimizers_of_one_scaler(first: str, second: str, shared_block: bool) -> None:
+def test_two_optimizers_of_one_scaler_train_the_same_with_flags_unread(
+    first: str, second: str, shared_block: bool
+) -> None:
     make = {**OPTIMIZERS, "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True)}
 
     def train(late: bool) -> tuple[list[Tensor], Any]:

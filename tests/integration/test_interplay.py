@@ -58,7 +58,7 @@ def test_gradients_of_a_functional_call(handle: autoamp.Handle, model: nn.Module
         torch.testing.assert_close(by_sample[name].sum(0), gradient, rtol=0.05, atol=0.05)
 
 
-def test_jacobians(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
+def test_jacobians_and_hessians_go_through_casts(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
     row, tangent = x[0], torch.ones(6)
     backward = jacrev(lambda value: model(value).float())(row)
     forward = jacfwd(lambda value: model(value).float())(row)
@@ -74,7 +74,7 @@ def test_jacobians(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
     assert hessian(lambda value: total(model, value))(row).shape == (6, 6)
 
 
-def test_forward_mode(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
+def test_forward_mode_gradients_go_through_casts(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
     with forward_ad.dual_level():
         dual = model(forward_ad.make_dual(x, torch.ones_like(x)))
         primal, tangent = forward_ad.unpack_dual(dual)
@@ -98,7 +98,7 @@ def test_forward_mode(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> No
     ],
 )
 @pytest.mark.parametrize(("shape", "early"), [((6, 6), False), ((6, 8), True)])
-def test_parametrizations(
+def test_parametrized_layers_are_cast_and_train(
     parametrized: Callable[..., nn.Module], shape: tuple[int, int], early: bool, x: Tensor
 ) -> None:
     layer: Any = parametrized(nn.Linear(*shape)) if early else nn.Linear(*shape)
@@ -118,7 +118,7 @@ def test_parametrizations(
 # -- hooks --
 
 
-def test_saved_tensor_hooks(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
+def test_saved_tensor_hooks_see_half_tensors(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> tuple[Tensor]:
@@ -160,7 +160,7 @@ def test_dispatch_modes_see_the_casts(handle: autoamp.Handle, model: nn.Sequenti
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-def test_nested_tensors(handle: autoamp.Handle, model: nn.Sequential, layout: torch.layout) -> None:
+def test_nested_tensors_are_cast(handle: autoamp.Handle, model: nn.Sequential, layout: torch.layout) -> None:
     parts = [torch.randn(2, 6), torch.randn(3, 6)]
     output = F.linear(torch.nested.nested_tensor(parts, layout=layout), model[0].weight)
     assert output.dtype is HALF
@@ -178,7 +178,7 @@ def test_quantized_modules_and_tensors_are_left_alone(model: nn.Module, x: Tenso
     assert torch.equal(torch.relu(tensor).int_repr(), expected_relu)
 
 
-def test_the_profiler(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
+def test_the_profiler_sees_torchs_ops(handle: autoamp.Handle, model: nn.Module, x: Tensor) -> None:
     with torch.profiler.profile(with_stack=True) as profile:
         assert model(x).dtype is HALF
     assert "aten::linear" in {event.key for event in profile.key_averages()}

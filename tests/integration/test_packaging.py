@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import csv
 import importlib.metadata
 import importlib.util
 import os
@@ -237,23 +236,6 @@ def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp
         (line,) = wrong.stderr.splitlines()
         assert line.startswith(f"autoamp: {message}")
         assert all(f"{name}={value}" in line for name, value in variables.items())
-
-
-@pytest.mark.processes
-@needs_build_tools
-def test_the_environment_does_so_in_an_editable_install(editable: Path, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    on = {"AUTOAMP": "1", "AUTOAMP_DEVICE_TYPE": "cpu", "AUTOAMP_DTYPE": "fp16"}
-    assert started(editable, tmp_path, "program.py", **on).stdout == "torch.float16\n"
-    assert started(editable, tmp_path, "program.py", **{**on, "AUTOAMP": "0"}).stdout == "torch.float32\n"
-
-
-@needs_build_tools
-def test_pip_uninstalls_all_of_an_editable_install(editable: Path) -> None:
-    site = site_of(editable.parents[1])
-    (record,) = site.glob("autoamp-*.dist-info/RECORD")
-    recorded = {site / row[0] for row in csv.reader(record.read_text(encoding="utf-8").splitlines())}
-    assert {site / "autoamp.pth", *site.glob("*.pth")} <= recorded
 
 
 # -- what the files say --

@@ -98,7 +98,7 @@ CASES = [(name, "coo") for name in (*OF_AUTOCAST, *OTHERS, *OF_COO)] + [
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 @pytest.mark.parametrize(("scope", "half"), [("global", torch.float16), ("modules", torch.bfloat16)])
-def test_products(name: str, layout: str, scope: str, half: torch.dtype) -> None:
+def test_a_sparse_product_is_that_of_autocast_or_of_fp32(name: str, layout: str, scope: str, half: torch.dtype) -> None:
     product = {**OF_AUTOCAST, **OTHERS, **OF_COO, **OF_CSR}[name]
     model = Graph(product, matrix() if layout == "coo" else matrix().to_sparse_csr())
     reference = results(model)

@@ -154,7 +154,7 @@ def test_each_next_output_is_right_after_any_write(handle: autoamp.Handle, befor
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_load_state_dict(handle: autoamp.Handle, mode: str) -> None:
+def test_load_state_dict_reaches_the_next_output(handle: autoamp.Handle, mode: str) -> None:
     x = torch.randn(3, 4)
     for assign in (False, True):
         layer, other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
@@ -165,7 +165,7 @@ def test_load_state_dict(handle: autoamp.Handle, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_flat_buffer_that_parameters_are_views_of(handle: autoamp.Handle, mode: str) -> None:
+def test_writes_to_a_flat_buffer_of_parameters_reach_the_next_output(handle: autoamp.Handle, mode: str) -> None:
     flat = torch.randn(32)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     for index, parameter in enumerate(model.parameters()):
@@ -208,7 +208,7 @@ class Switching(nn.Module):
     ],
     ids="-".join,
 )
-def test_grad_modes_within_one_call(handle: autoamp.Handle, modes: list[str]) -> None:
+def test_gradients_are_right_if_grad_modes_change_within_one_call(handle: autoamp.Handle, modes: list[str]) -> None:
     model = Switching(modes)
     x = torch.randn(3, 4)
     model(x).sum().backward()
@@ -233,7 +233,7 @@ class WithinOneCall(nn.Module):
 
 @pytest.mark.parametrize("write", [copied, assigned_to_data, swapped_twice, stepped])
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])
-def test_writes_within_one_call(handle: autoamp.Handle, write: Any, mode: str) -> None:
+def test_a_write_within_one_call_reaches_the_next_use(handle: autoamp.Handle, write: Any, mode: str) -> None:
     model = WithinOneCall(write)
     x = torch.randn(3, 4)
     for _ in range(5):

@@ -112,7 +112,7 @@ def test_a_buffer_that_was_written_to_is_not_taken_back() -> None:
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm2d])
-def test_norms_that_are_kept(norm: Any, half: torch.dtype) -> None:
+def test_norms_are_kept_in_fp32_and_train(norm: Any, half: torch.dtype) -> None:
     layer = norm(3, affine=True, track_running_stats=True) if norm is nn.InstanceNorm2d else norm(3)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), layer, nn.Conv2d(3, 2, 3))
     model, optimizer = with_sgd(model, dtype=half)
@@ -162,7 +162,7 @@ def test_what_is_shared_stays_shared(half: torch.dtype) -> None:
     ids=["weight_norm hook", "spectral_norm hook", "weight_norm", "spectral_norm"],
 )
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_reparametrized_layers(wrap: Any, level: str) -> None:
+def test_reparametrized_layers_train_and_their_state_loads_into_a_plain_model(wrap: Any, level: str) -> None:
     def network() -> nn.Module:
         return nn.Sequential(wrap(nn.Linear(4, 6)), nn.Tanh(), wrap(nn.Linear(6, 2)))
 
@@ -181,7 +181,7 @@ def test_reparametrized_layers(wrap: Any, level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_layers(kind: Any, level: str, half: torch.dtype) -> None:
+def test_recurrent_layers_train_in_half_and_take_packed_sequences(kind: Any, level: str, half: torch.dtype) -> None:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -228,7 +228,7 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     assert twin[0].weight.dtype is torch.float16
 
 
-def test_pickles() -> None:
+def test_a_half_model_is_pickled_and_loaded_as_a_plain_one() -> None:
     model, optimizer = with_sgd(two_layers())
     inputs, file = torch.ones(2, 3), io.BytesIO()
     train(optimizer, lambda: model(inputs).pow(2).sum(), 1)
@@ -244,7 +244,7 @@ def test_pickles() -> None:
     assert vars(model).keys() == vars(two_layers()).keys()
 
 
-def test_compile() -> None:
+def test_a_compiled_half_model_computes_and_trains_like_the_model() -> None:
     model, optimizer = with_sgd(two_layers())
     inputs = torch.randn(5, 3)
     compiled = torch.compile(model, backend="eager")

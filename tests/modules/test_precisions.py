@@ -26,7 +26,7 @@ from tests.modules.watches import FP32, HALF, Calls, Other, Outer, Watch, comput
 WATCH, OTHER = (f"{cls.__module__}.{cls.__name__}" for cls in (Watch, Other))
 
 
-def test_errors(handle: autoamp.Handle) -> None:
+def test_override_refuses_unknown_precisions_and_what_is_no_module(handle: autoamp.Handle) -> None:
     with pytest.raises(autoamp.UsageError, match=r"precision='fp8' is unknown; choose 'fp32', 'fp16' or 'none'"):
         handle.override(nn.Linear(2, 2), "fp8")
     with pytest.raises(autoamp.UsageError, match=r"takes a torch\.nn\.Module, not"):
@@ -128,7 +128,7 @@ class WithoutAutoamp(pickle.Unpickler):
         return super().find_class(module_name, name)
 
 
-def test_pickles(handle: autoamp.Handle) -> None:
+def test_an_overridden_module_is_pickled_without_autoamp(handle: autoamp.Handle) -> None:
     model, x, buffer = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), io.BytesIO()
     override = handle.override(model, "fp32")
     torch.save(model, buffer)
@@ -208,7 +208,9 @@ def test_a_class_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_paths(modules: dict[str, str], expected: list[torch.dtype]) -> None:
+def test_a_path_in_a_list_sets_the_precision_of_what_it_matches(
+    modules: dict[str, str], expected: list[torch.dtype]
+) -> None:
     handle = start(modules)
     model = Outer()
     with handle.override(model), warnings.catch_warnings():

@@ -225,40 +225,6 @@ def test_recurrent_layers_take_half_inputs(handle: Handle) -> None:
     assert (output.dtype, state.dtype) == (torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_compiled_code_casts_as_eager_code(handle: Handle, whole: bool) -> None:
-    torch._dynamo.reset()
-    graphs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(sum(node.target in ("half", "bfloat16") for node in graph.graph.nodes))
-        return graph
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
-    x, y = torch.randn(2, 4), torch.tensor([0, 1])
-
-    def loss_of(x: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
-
-    expected = loss_of(x)
-    if whole:
-        compiled: Any = torch.compile(loss_of, backend=backend, fullgraph=True)
-    else:
-        inner = torch.compile(model, backend=backend, fullgraph=True)
-        compiled = lambda x: F.cross_entropy(inner(x), y)  # noqa: E731
-    try:
-        for _ in range(2):
-            assert torch.equal(compiled(x), expected)
-        with handle.disable_casts():
-            plain = loss_of(x)
-            assert torch.equal(compiled(x), plain)
-        assert torch.equal(compiled(x), expected)
-    finally:
-        torch._dynamo.reset()
-    assert not torch.equal(plain, expected)
-    assert graphs[0] > 0
-
-
 # -- programs that compute in half precision themselves --
 
 

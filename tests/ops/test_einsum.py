@@ -123,18 +123,3 @@ def test_a_wrong_call_has_torchs_own_error(args: tuple[Any, ...]) -> None:
     with pytest.raises(plain.type) as found:
         torch.einsum(*args)
     assert str(found.value) == str(plain.value)
-
-
-@pytest.mark.parametrize("style", ["equation", "sublists"])
-def test_a_compiled_einsum_is_cast_alike(style: str) -> None:
-    def outer_and_product(a: Tensor, b: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        if style == "equation":
-            return torch.einsum("i,j->ij", a, b), torch.einsum("i,ij->j", a, m)
-        return torch.einsum(a, [0], b, [1], [0, 1]), torch.einsum(a, [0], m, [0, 1], [1])
-
-    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    given = operands((1, 1, 2), FP32)
-    found = torch.compile(outer_and_product, fullgraph=True, backend="aot_eager")(*given)
-    expected = outer_and_product(*given)
-    assert [one.dtype for one in found] == [FP32, torch.bfloat16]
-    assert all(map(torch.equal, found, expected))

@@ -97,7 +97,7 @@ def test_make_scaler_refuses_the_rest(value: Any) -> None:
         make_scaler(value, torch.float16)
 
 
-# -- checkpoints. Of all scalers of a run: tests/stepping/test_loss_scalers.py --
+# -- checkpoints --
 
 
 def test_a_resumed_scaler_goes_on_as_the_first() -> None:

@@ -157,31 +157,13 @@ CLEARINGS: dict[str, Callable[[nn.Module, Any], object]] = {
 }
 
 
-def _clamp(params: Any) -> None:
-    for p in params:
-        p.grad = None if p.grad is None else p.grad.clamp(-0.0625, 0.0625)
-
-
-class ReplacesGradients(torch.optim.SGD):
-    """Clamps in its step the gradients of the parameters that it is given, its own unless it has others."""
-
-    clamped: list[Tensor] | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        _clamp(masters(self) if self.clamped is None else self.clamped)
-        return super().step(closure)
-
-
 WAYS = ["scale_loss", "plain backward", "FP16_Optimizer"]
 
 
-def _steps(way: str, clear: Callable[[nn.Module, Any], object], replaced: str = "") -> list[Tensor]:
-    """Train four steps, in which gradients are clamped into new tensors, and return weights, masters and momentum."""
-    side, _, when = replaced.partition(" ")
+def _steps(way: str, clear: Callable[[nn.Module, Any], object]) -> list[Tensor]:
+    """Train four steps, and return weights, masters and momentum."""
     model = network()
-    optimizer: Any = (ReplacesGradients if when == "within" else torch.optim.SGD)(model.parameters(), 0.1, 0.9)
-    if side == "half":
-        optimizer.clamped = list(model.parameters())
+    optimizer: Any = sgd(model.parameters())
     if way == "FP16_Optimizer":
         model.half()
         optimizer = FP16_Optimizer(optimizer, static_loss_scale=8.0)
@@ -196,16 +178,11 @@ def _steps(way: str, clear: Callable[[nn.Module, Any], object], replaced: str = 
             backward(model, optimizer, step)
         else:
             loss_of(model, step).backward()
-        if when == "before":
-            # After a pass outside of blocks `master_params` gives the masters their gradients.
-            _clamp(model.parameters() if side == "half" else list(autoamp.master_params(optimizer)))
         optimizer.step()
-        if when == "after":
-            _clamp(model.parameters() if side == "half" else masters(optimizer))
     return snapshot(model, optimizer)
 
 
-def _steps_by_hand(way: str, *, clamped: bool) -> list[Tensor]:
+def _steps_by_hand(way: str) -> list[Tensor]:
     """`_steps` with fp32 masters that the program keeps itself."""
     model, scale = network(), 1 if way == "plain backward" else 8
     if way == "FP16_Optimizer":
@@ -219,8 +196,6 @@ def _steps_by_hand(way: str, *, clamped: bool) -> list[Tensor]:
         (nn.functional.mse_loss(model(inputs.half()).float(), targets) * scale).backward()
         for param, copied in zip(model.parameters(), copies, strict=True):
             copied.grad = param.grad.float() / scale  # type: ignore[union-attr]
-        if clamped:
-            _clamp(copies)
         optimizer.step()
         for param, copied in zip(model.parameters(), copies, strict=True):
             param.data.copy_(copied.data)
@@ -230,24 +205,9 @@ def _steps_by_hand(way: str, *, clamped: bool) -> list[Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("clear", CLEARINGS)
 def test_steps_go_by_the_gradients_since_the_last_clearing(clear: str, way: str) -> None:
-    reference = _steps_by_hand(way, clamped=False)
+    reference = _steps_by_hand(way)
     assert equal(_steps(way, CLEARINGS[clear]), reference)
     assert not equal(_steps(way, lambda *_: None), reference)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("clear", CLEARINGS)
-# Where a half parameter's gradient is replaced in the step or after it, this one is not stepped.
-@pytest.mark.parametrize("when", ["before", "within", "after"])
-@pytest.mark.parametrize("side", ["half", "master"])
-def test_gradients_that_were_replaced_are_cleared(side: str, when: str, clear: str, way: str) -> None:
-    clamped = when == "before" or (side, when) == ("master", "within")
-    steps = _steps(way, CLEARINGS[clear], f"{side} {when}")
-    if (side, when) == ("half", "after") and clear.startswith("masters"):
-        # The program did not clear what it gave the half parameter.
-        assert not equal(steps, _steps_by_hand(way, clamped=False))
-    else:
-        assert equal(steps, _steps_by_hand(way, clamped=clamped))
 
 
 def test_zero_grad_frees_the_gradients_of_half_parameters() -> None:
@@ -319,7 +279,7 @@ def test_parameters_that_a_loss_does_not_reach_keep_no_old_gradient() -> None:
     assert [g is None for g in grads(optimizer)] == [False, False, True, True]
 
 
-def test_plain_backward_and_clipping() -> None:
+def test_gradients_of_a_plain_backward_pass_are_clipped_at_the_masters() -> None:
     model = network()
     optimizer = sgd(model.parameters(), lr=1.0, momentum=0)
     o2(model, optimizer, dtype=torch.bfloat16, loss_scale=1.0)
@@ -333,7 +293,7 @@ def test_plain_backward_and_clipping() -> None:
         torch.testing.assert_close(moved.item(), 0.5, atol=1e-4, rtol=0)
 
 
-def test_plain_backward_in_a_closure() -> None:
+def test_a_closure_may_run_a_plain_backward_pass() -> None:
     def run(initialized: bool) -> float:
         model = network()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
@@ -371,7 +331,7 @@ def test_passes_outside_of_blocks_add_up_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("side", ["model", "masters", "both"])
-def test_gradients_given_by_hand(side: str) -> None:
+def test_gradients_given_by_hand_are_stepped(side: str) -> None:
     model = network()
     optimizer = sgd(model.parameters(), momentum=0)
     o2(model, optimizer)
@@ -416,7 +376,7 @@ def test_a_zero_grad_of_its_own_that_clears_the_model_clears_the_masters(set_to_
 # -- groups. Groups that are added and parameters that are frozen: tests/property --
 
 
-def test_dtypes_mixed_in_a_group() -> None:
+def test_a_group_may_mix_dtypes() -> None:
     model = nn.ModuleDict({"low": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3), "wide": nn.Linear(3, 1).double()})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     o2(model, optimizer)
@@ -435,7 +395,7 @@ def test_dtypes_mixed_in_a_group() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before[:6], after[:6], strict=True) if a.numel() > 1)
 
 
-def test_empty_parameters() -> None:
+def test_empty_parameters_have_masters() -> None:
     model = network()
     model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
     optimizer = torch.optim.Adam(model.parameters())
@@ -447,7 +407,7 @@ def test_empty_parameters() -> None:
     assert model.state_dict()["nothing"].dtype is torch.float32
 
 
-def test_sparse_gradients() -> None:
+def test_sparse_gradients_step_the_rows_of_masters() -> None:
     model = nn.Embedding(6, 3, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
     o2(model, optimizer)
@@ -464,7 +424,7 @@ def test_sparse_gradients() -> None:
     assert torch.equal(model.weight, master_of(model.weight).half())
 
 
-def test_distributed_data_parallel(one_process: None) -> None:
+def test_masters_train_under_distributed_data_parallel(one_process: None) -> None:
     """Its buckets take gradients of the parameter's dtype, also those that are there before a backward pass."""
 
     def run(wrap: Callable[[nn.Module], nn.Module]) -> list[Tensor]:
@@ -547,7 +507,7 @@ def test_an_optimizer_without_zero_grad_or_state() -> None:
 # -- copies, and the way back --
 
 
-def test_the_way_back() -> None:
+def test_dissolved_masters_leave_fp32_parameters_in_the_optimizer() -> None:
     model = network()
     optimizer = sgd(model.parameters())
     params = optimizer.param_groups[0]["params"]

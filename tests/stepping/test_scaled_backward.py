@@ -285,7 +285,7 @@ def test_a_closure_that_clears_what_another_block_left_is_right(handle: autoamp.
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_nested_blocks(handle: autoamp.Handle, pair: Pair, passes: int) -> None:
+def test_gradients_of_nested_blocks_are_true(handle: autoamp.Handle, pair: Pair, passes: int) -> None:
     with handle.scale_loss(pair.loss(), pair.one) as first, handle.scale_loss(pair.loss(), pair.two) as second:
         if passes == 1:
             (first + second).backward()
@@ -297,7 +297,7 @@ def test_nested_blocks(handle: autoamp.Handle, pair: Pair, passes: int) -> None:
     pair.assert_moved(2.0, 2.0)
 
 
-def test_a_block_within_reach_of_an_earlier_one(handle: autoamp.Handle, pair: Pair) -> None:
+def test_a_loss_of_an_earlier_block_may_run_backward_in_a_later_one(handle: autoamp.Handle, pair: Pair) -> None:
     with pytest.warns(UserWarning, match="no parameter"), handle.scale_loss(pair.loss(), pair.one) as first:
         pass
     with handle.scale_loss(pair.loss(), [pair.one, pair.two]) as second:

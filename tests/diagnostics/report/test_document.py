@@ -13,7 +13,6 @@ from torch import nn
 
 import autoamp
 from autoamp.diagnostics import failures
-from autoamp.diagnostics.report.document import plain
 from autoamp.errors import UsageError
 from tests.diagnostics.report.runs import train, train_linear
 
@@ -117,10 +116,6 @@ def test_the_coverage_tells_of_compiled_code_and_of_steps_that_were_not_compared
     assert uncompared.startswith("some steps were not compared with fp32 (")
     assert graphs.startswith("torch.compile has made ")
     torch._dynamo.reset()
-
-
-def test_inf_and_nan_are_texts() -> None:
-    assert plain({"a": (math.inf, 1.5), 2: math.nan}) == {"a": ["inf", 1.5], "2": "nan"}
 
 
 def test_fail_on_is_overflow_or_skip() -> None:
