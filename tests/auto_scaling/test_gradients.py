@@ -103,7 +103,12 @@ def limits_the_inputs() -> Any:
     # A tensor within the graph gets a gradient where it is named.
     hidden = model[0](x)
     model[2](hidden.tanh()).square().sum().backward(inputs=[hidden, model[2].bias])
-    return x.grad, hidden.grad, gradients(model)
+    # One that keeps its gradient has it still after a pass that does not run its node.
+    kept = model[0](x)
+    kept.retain_grad()
+    kept.sum().backward(retain_graph=True)
+    model[2](kept.tanh()).sum().backward(inputs=[model[2].weight])
+    return x.grad, hidden.grad, kept.grad, gradients(model)
 
 
 def shares_parameters() -> Any:

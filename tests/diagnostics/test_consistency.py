@@ -294,3 +294,13 @@ def test_a_compiled_model_is_compared_by_the_model_within() -> None:
     model.compile(backend="eager")
     with pytest.raises(autoamp.UsageError, match=r"model.compile\(\); pass one that is not"):
         handle.consistency(model, torch.ones(2, 4))
+
+
+def test_consistent_model(bf16: Any) -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Unflatten(1, (4, 4)),
+        nn.LSTM(4, 4, batch_first=True),
+    )  # fmt: skip
+    found = bf16.consistency(model, torch.randn(8, 16), backend="eager")
+    assert str(found).splitlines() == [f"{name}: the same" for name in PATHS]
+    assert found.is_consistent

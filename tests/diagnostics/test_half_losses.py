@@ -543,3 +543,12 @@ def test_a_failing_look_does_not_end_the_program(half: torch.dtype, record: Any)
     model = Norm(half)
     train(model, Strange(model.parameters(), 0.1))
     assert record() == []
+
+
+def test_fp32_values_that_half_precision_has_are_not_told(half: torch.dtype, record: Any) -> None:
+    model = Norm(half)
+    optimizer = Moments(model.parameters(), 0.25)
+    state = {"state": {0: {"moment": torch.ones(8)}}, "param_groups": optimizer.state_dict()["param_groups"]}
+    optimizer.load_state_dict(state)
+    assert optimizer.state[model.scale]["moment"].dtype is half
+    assert record() == []

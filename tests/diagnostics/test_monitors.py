@@ -176,3 +176,19 @@ def test_the_writer_of_tensorboard(tmp_path: Path, net: nn.Module) -> None:
     assert scalars == {
         "autoamp/loss_scale": [(1, 65536.0), (2, 32768.0)], "autoamp/skipped": [(1, 0.0), (2, 1.0)],
     }  # fmt: skip
+
+
+def test_a_run_that_has_log_gets_the_numbers_of_a_step_at_once(net: nn.Module) -> None:
+    """As a run of Weights & Biases."""
+
+    class Run:
+        def __init__(self) -> None:
+            self.logged: list[dict[str, float]] = []
+
+        def log(self, values: dict[str, float]) -> None:
+            self.logged.append(values)
+
+    handle, optimizer, run = init(), sgd(net), Run()
+    handle.log_to(run, every=2)
+    train(handle, [1.0, INF, 1.0, INF], optimizer, net)
+    assert [values["autoamp/skipped"] for values in run.logged] == [1, 2]

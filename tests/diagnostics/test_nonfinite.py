@@ -204,3 +204,8 @@ def test_a_loss_keeps_no_large_outputs_that_it_is_an_element_of(monkeypatch: pyt
     expired = torch.UntypedStorage._expired(storage)
     torch.UntypedStorage._free_weak_ref(storage)
     assert expired
+
+
+def test_a_bad_choice_is_told() -> None:
+    with pytest.raises(autoamp.UsageError, match="'ignore' is unknown; choose 'warn', 'raise', 'skip'"):
+        autoamp.init(device_type="cpu", on_nonfinite="ignore")

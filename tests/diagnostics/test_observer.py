@@ -56,3 +56,19 @@ def test_off_the_same_functions_are_installed(handle: autoamp.Handle) -> None:
     second.stop()
     assert [vars(owner)[name].__code__ for owner, name in names] == before
     assert (one.over, other.over) == (1, 1)
+
+
+def test_it_ends_with_the_handle(handle: autoamp.Handle) -> None:
+    notes = Notes()
+    watch = handle.observe(notes)
+    handle.deactivate()
+    watch.stop()
+    assert notes.over == 1
+    with pytest.raises(autoamp.UsageError, match="not active"):
+        handle.observe(Notes())
+
+
+def test_only_observers_are_taken(handle: autoamp.Handle) -> None:
+    with pytest.raises(autoamp.UsageError, match="not a list"):
+        handle.observe([])  # type: ignore[arg-type]
+    torch.exp(torch.ones(1))

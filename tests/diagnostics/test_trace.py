@@ -127,3 +127,23 @@ def test_a_call_that_raises_is_not_counted(handle: Any) -> None:
         F.linear(torch.ones(1, 2), torch.ones(2, 2))
     assert sorted(row.calls for row in trace.rows) == [0, 1]
     assert dispatch_modes() == 0
+
+
+def test_paths_follow_a_model_that_changes(handle: Any) -> None:
+    class Calling(nn.Sequential):
+        """Calls a module that is not registered in it."""
+
+        def forward(self, x: Tensor) -> Any:
+            return late(super().forward(x))
+
+    def paths(model: nn.Module) -> list[str | None]:
+        with handle.trace() as trace:
+            model(torch.ones(1, 1))
+        return [row.site.module for row in trace.rows]
+
+    root, late = Calling(nn.Linear(1, 1)), nn.Linear(1, 1)
+    assert paths(root) == ["0", "<Linear>"]
+    whole = nn.Sequential(root)
+    assert paths(whole) == ["0.0", "0.<Linear>"]
+    del whole[0]
+    assert paths(nn.Sequential(nn.Identity(), root)) == ["1.0", "1.<Linear>"]

@@ -130,3 +130,18 @@ def test_a_frozen_parameter_may_be_an_inference_tensor(handle: autoamp.Handle) -
     optimizer = torch.optim.SGD([program.param, frozen], lr=0.5)
     optimizer.step(program.closure)
     assert (program.param.item(), program.calls) == (0.75, 1)
+
+
+def test_what_a_closure_raises_comes_out(handle: autoamp.Handle) -> None:
+    param = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([param], lr=0.5)
+
+    def closure() -> Tensor:
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        optimizer.step(closure)
+    program = Program(0.5)
+    optimizer.add_param_group({"params": [program.param]})
+    optimizer.step(program.closure)
+    assert float(program.param) == 0.75

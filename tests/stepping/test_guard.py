@@ -228,3 +228,15 @@ def test_gradients_of_parameters_added_after_a_block_are_unscaled_and_checked(wh
     assert setup.guard.skips.step.skipped is (factor != 1.0)
     steps = 0.0 if factor != 1.0 else 2.0 if when == "before the next block" else 1.0
     assert late.tolist() == setup.param.tolist() == [1.0 - 0.5 * steps] * 2
+
+
+def test_under_a_scheduler_an_uninstalled_guard_lets_calls_pass() -> None:
+    setup = Setup()
+    torch.optim.lr_scheduler.ExponentialLR(setup.optimizer, 0.5)
+    wrapper = setup.optimizer.step
+    setup.backward(math.inf)
+    setup.guard.uninstall()
+    assert setup.optimizer.step is wrapper
+    setup.param.grad = torch.ones(2)
+    setup.optimizer.step()
+    assert setup.param.tolist() == [0.5, 0.5]

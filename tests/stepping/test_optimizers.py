@@ -452,3 +452,12 @@ def test_the_group_of_an_optimizer_precedes_that_of_all() -> None:
     assert (asked.of(first), asked.of(second)) == (own, None)
     asked.put(every, None)
     assert (asked.of(first), asked.of(second)) == (own, every)
+
+
+def test_a_compiled_step_is_that_of_torch() -> None:
+    autoamp.init(device_type="cpu", dtype=torch.float16)
+    parameter = Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    parameter.grad = torch.ones(4)
+    torch.compile(optimizer.step, backend="eager")()
+    assert parameter.tolist() == [0.5] * 4

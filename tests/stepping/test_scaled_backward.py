@@ -492,3 +492,12 @@ def test_a_group_that_is_added_after_the_block_may_accumulate(handle: autoamp.Ha
         scaled.backward()
     pair.one.step()
     pair.assert_moved(2.0, 2.0)
+
+
+def test_scaled_gradients_of_a_forgotten_optimizer_are_not_clipped(handle: autoamp.Handle) -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    one, two = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    with handle.scale_loss(loss_of(first, second), one) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="multiplied by the loss scale"):
+        handle.clip_grad_norm_(two, 1.0)

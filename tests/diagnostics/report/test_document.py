@@ -13,6 +13,7 @@ from torch import nn
 
 import autoamp
 from autoamp.diagnostics import failures
+from autoamp.diagnostics.report.document import plain
 from autoamp.errors import UsageError
 from tests.diagnostics.report.runs import train, train_linear
 
@@ -121,3 +122,7 @@ def test_the_coverage_tells_of_compiled_code_and_of_steps_that_were_not_compared
 def test_fail_on_is_overflow_or_skip() -> None:
     with pytest.raises(UsageError, match="choose 'overflow' or 'skip'"):
         failures({}, "warning")
+
+
+def test_inf_and_nan_are_texts() -> None:
+    assert plain({"a": (math.inf, 1.5), 2: math.nan}) == {"a": ["inf", 1.5], "2": "nan"}
