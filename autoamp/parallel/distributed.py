@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -128,17 +127,16 @@ class DistributedDataParallel(Module):
         allreduce_always_fp32: Whether gradients are reduced in fp32, whatever their dtype.
         num_allreduce_streams: As ``message_size``.
         allreduce_communicators: As ``message_size``.
-        gradient_average: Whether gradients are averaged. If not, they are summed. Several backward passes before one
-            step then add up correctly, unless some of them come between `disable_allreduce` and `enable_allreduce`.
-        gradient_predivide_factor: By what gradients are divided before the reduction. Averages are divided by world
-            size / factor after it; sums are not, and so stay divided by the factor.
+        gradient_average: Must be True: gradients are averaged.
+        gradient_predivide_factor: By what gradients are divided before the reduction; after it they are divided by
+            world size / factor.
         gradient_average_split_factor: The name of ``gradient_predivide_factor`` in older Apex; None for not given.
         prof: As ``message_size``.
 
     Raises:
         UsageError: There is no process group, and the environment variable ``WORLD_SIZE`` is above 1. Or, in a backward
             pass and on all ranks: a gradient is sparse on one of them.
-        ValueError: ``shared_param`` is given.
+        ValueError: ``shared_param`` is given, or ``gradient_average=False``.
     """
 
     def __init__(
@@ -160,10 +158,11 @@ class DistributedDataParallel(Module):
         super().__init__()
         if shared_param is not None:
             raise ValueError("shared_param is not supported; leave it out: shared parameters work without it")
+        if not gradient_average:
+            raise ValueError("gradient_average=False is not supported; for sums multiply the loss by the world size")
         self._grouped = _has_group("DistributedDataParallel")
         self.module = module
         self.allreduce_always_fp32 = allreduce_always_fp32
-        self.gradient_average = gradient_average
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
         self._enabled = True
         self._forget_hooks()
@@ -180,9 +179,6 @@ class DistributedDataParallel(Module):
         """
         if not self._grouped:
             _check_no_later_group("DistributedDataParallel")
-        elif current_graph_task() == -1:
-            # No backward pass is running, so what is noted comes from one that raised.
-            self._summed_copies.clear()
         self._hook_parameters()
         return self.module(*inputs, **kwargs)
 
@@ -196,7 +192,7 @@ class DistributedDataParallel(Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's parameters have no hooks, so it must not have the notes of which are watched.
-        own = ("_queued_for", "_hooked", "_summed", "_summed_copies")
+        own = ("_queued_for", "_hooked")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,10 +204,6 @@ class DistributedDataParallel(Module):
         # the next pass has another one.
         self._queued_for: int | None = None
         self._hooked: Any = WeakIdKeyDictionary()
-        # For sums: the parameters whose gradients were summed over the ranks, and copies of these sums. Copies are made
-        # before more is added to a gradient, since that part must not be summed again.
-        self._summed: Any = WeakIdKeyDictionary()
-        self._summed_copies: Any = WeakIdKeyDictionary()
 
     def _hook_parameters(self) -> None:
         """Watch the parameters that are not watched yet: at each call, as some may have been frozen or missing."""
@@ -219,17 +211,6 @@ class DistributedDataParallel(Module):
             if param.requires_grad and param not in self._hooked:
                 self._hooked[param] = True
                 param.register_post_accumulate_grad_hook(self._queue_reduction)
-                if not self.gradient_average:
-                    param.register_hook(_summed_grad_hook(self, param))
-
-    def _copy_summed_grad(self, param: Tensor) -> None:
-        """Copy what was summed over the ranks already, before a new gradient is added to it."""
-        if param not in self._summed or param in self._summed_copies:
-            return
-        if self._enabled and param.grad is not None:
-            self._summed_copies[param] = param.grad.clone()
-        else:
-            del self._summed[param]
 
     def _queue_reduction(self, _: Tensor) -> None:
         """Queue the reduction for the end of the backward pass, once for each pass."""
@@ -250,11 +231,8 @@ class DistributedDataParallel(Module):
                 param.grad = torch.zeros_like(param, dtype=dtype)
             elif param.grad.dtype is not dtype:
                 param.grad = param.grad.to(dtype)
-        earlier = [] if self.gradient_average else self._subtract_summed(wanted)
         for bucket in split_by_type([param.grad for param in wanted if param.grad is not None]).values():
             self._reduce_bucket(bucket)
-        for grad, part in earlier:
-            grad.add_(part)
 
     def _params_with_grads(self, params: list[Tensor]) -> list[tuple[Tensor, torch.dtype]]:
         """Return the parameters that have a gradient on some rank, each with the dtype in which all ranks reduce it.
@@ -279,29 +257,14 @@ class DistributedDataParallel(Module):
             if kind != _NONE
         ]
 
-    def _subtract_summed(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Subtract from the gradients what was summed before. Return those gradients, each with what was subtracted."""
-        parts = []
-        for param in params:
-            grad = param.grad
-            if grad is not None and param in self._summed:
-                # Without a copy nothing was added since: the whole gradient was summed before.
-                part = self._summed_copies.get(param, grad).clone()
-                grad.sub_(part)
-                parts.append((grad, part))
-            self._summed[param] = True
-        self._summed_copies.clear()
-        return parts
-
     def _reduce_bucket(self, bucket: list[Tensor]) -> None:
-        """Sum or average gradients of one dtype and device over the ranks, in place."""
+        """Average gradients of one dtype and device over the ranks, in place."""
         flat = flatten(bucket)
         flat = flat.float() if self.allreduce_always_fp32 else flat
         if self.gradient_predivide_factor != 1.0:
             flat /= self.gradient_predivide_factor
         dist.all_reduce(flat)
-        if self.gradient_average:
-            flat *= self.gradient_predivide_factor / dist.get_world_size()
+        flat *= self.gradient_predivide_factor / dist.get_world_size()
         for grad, value in zip(bucket, unflatten(flat, bucket), strict=True):
             grad.copy_(value)
 
@@ -320,19 +283,6 @@ def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
     params = list(params)
     with equalized(params, wrapper) as masters:
         flat_dist_call([param.data for param in params] + masters, dist.broadcast, (0,))
-
-
-def _summed_grad_hook(ddp: DistributedDataParallel, param: Tensor) -> Callable[[Tensor], None]:
-    """Return the hook that notes what a parameter's gradient is before more is added."""
-    # A weak reference, since the parameter refers to the hook.
-    reference = weakref.ref(param)
-
-    def note(_: Tensor) -> None:
-        found = reference()
-        if found is not None:
-            ddp._copy_summed_grad(found)
-
-    return note
 
 
 def _has_group(name: str) -> bool:

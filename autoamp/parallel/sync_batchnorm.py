@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_nn
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp.errors import UsageError
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 __all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
@@ -133,10 +133,17 @@ class _Synced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradients of the input, over all processes, and of the weight and the bias, of this one."""
-        input, weight, bias, mean, rstd = ctx.saved_tensors
+        """Return the gradients of the input, over all processes, and of the weight and the bias, of this one.
+
+        Raises:
+            UsageError: A graph of the backward pass is wanted.
+        """
         if torch.is_grad_enabled():
-            return _differentiable(ctx.norm, input, weight, bias, ctx.needs_input_grad, grads[0])
+            raise UsageError(
+                "SyncBatchNorm over several processes has no second derivatives, nor has torch's; leave out "
+                "create_graph=True, or use torch.nn.BatchNorm2d"
+            )
+        input, weight, bias, mean, rstd = ctx.saved_tensors
         dims, shape = _around_channels(input)
         centred = input - mean.view(shape)
         own = torch.stack([grads[0].sum(dims, dtype=mean.dtype), (grads[0] * centred).sum(dims)])
@@ -184,27 +191,6 @@ def _merged(parts: Tensor) -> tuple[Tensor, Tensor, float]:
     mean = (means * counts).sum(0) / count
     variance = ((variances + (means - mean).square()) * counts).sum(0) / count
     return mean.to(dtype), variance.to(dtype), float(count)
-
-
-def _differentiable(
-    norm: SyncBatchNorm, input: Tensor, weight: Tensor | None, bias: Tensor | None, wanted: tuple[bool, ...],
-    grad: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return gradients that can be differentiated again, by differentiable collectives."""
-    dims, shape = _around_channels(input)
-    wide = input if input.dtype is torch.float64 else input.float()
-    group = norm.process_group if norm.process_group is not None else dist.group.WORLD
-    own_count = wide.new_tensor([float(input.numel() // input.shape[1])])
-    sums: Tensor = dist_nn.all_reduce(torch.cat([own_count, wide.sum(dims)]), group=group)
-    centred = wide - (sums[1:] / sums[0]).view(shape)
-    variance: Tensor = dist_nn.all_reduce(centred.square().sum(dims), group=group) / sums[0]
-    output = centred * torch.rsqrt(variance + norm.eps).view(shape)
-    if weight is not None and bias is not None:
-        output = output * weight.view(shape) + bias.view(shape)
-    given = {place: one for place, one in enumerate((input, weight, bias)) if one is not None and wanted[place]}
-    found = torch.autograd.grad(output.to(input.dtype), list(given.values()), grad, create_graph=True)
-    by_place = dict(zip(given, found, strict=True))
-    return *(by_place.get(place) for place in range(3)), None
 
 
 def convert_syncbn_model(module: Module, process_group: Any = None, channel_last: bool = False) -> Module:
