@@ -16,30 +16,19 @@ from torch.nn import Module, Parameter
 
 from autoamp.errors import UsageError
 
-__all__ = [
-    "GRU",
-    "LSTM",
-    "RNNCell",
-    "ReLU",
-    "Tanh",
-    "bidirectionalRNN",
-    "mLSTM",
-    "stackedRNN",
-]
+__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "bidirectionalRNN", "mLSTM", "stackedRNN"]
 
 
 class RNNCell(Module):
     """One layer: the weights, the hidden state, and what happens at one time step.
 
     The weights are ``w_ih`` of shape ``(gates * hidden_size, input_size)``, ``w_hh`` of ``(gates * hidden_size,
-    output_size)``, ``b_ih`` and ``b_hh`` of ``(gates * hidden_size,)``, and ``w_ho`` of ``(output_size, hidden_size)``
-    where these two sizes differ.
+    hidden_size)``, and ``b_ih`` and ``b_hh`` of ``(gates * hidden_size,)``.
 
     Args:
         input_size: Features of the input.
         hidden_size: Features of the hidden state.
         bias: Whether there are biases.
-        output_size: Features of the output, to which the hidden state is projected; None is ``hidden_size``.
 
     Attributes:
         hidden: The tensors of the hidden state, shape ``(batch, features)``, or None before the first call.
@@ -49,24 +38,16 @@ class RNNCell(Module):
     gates = 1
     n_hidden_states = 1
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, output_size: int | None = None) -> None:
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True) -> None:
         super().__init__()
-        self.input_size = input_size
-        self.hidden_size = hidden_size
-        self.output_size = hidden_size if output_size is None else output_size
-        self.bias = bias
+        self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
         self.hidden: tuple[Tensor, ...] | None = None
         rows = self.gates * hidden_size
         self.w_ih = Parameter(torch.empty(rows, input_size))
-        self.w_hh = Parameter(torch.empty(rows, self.output_size))
-        self.w_ho = Parameter(torch.empty(self.output_size, hidden_size)) if self.output_size != hidden_size else None
+        self.w_hh = Parameter(torch.empty(rows, hidden_size))
         self.b_ih = Parameter(torch.empty(rows)) if bias else None
         self.b_hh = Parameter(torch.empty(rows)) if bias else None
         self.reset_parameters()
-
-    def new_like(self, input_size: int) -> RNNCell:
-        """Return a new cell of the same kind and sizes, but for ``input_size``."""
-        return type(self)(input_size, self.hidden_size, self.bias, self.output_size)
 
     def reset_parameters(self) -> None:
         """Draw all parameters from U(-1 / sqrt(hidden_size), 1 / sqrt(hidden_size))."""
@@ -79,23 +60,7 @@ class RNNCell(Module):
         # Not `w_ih`: where a hook computes it, as for weight norm, it may lie where the parameters were before.
         like, now = next(self.parameters()).detach(), self.hidden
         if now is None or now[0].shape[0] != bsz or now[0].device != like.device:
-            sizes = (self.output_size, self.hidden_size)[: self.n_hidden_states]
-            self.hidden = tuple(like.new_zeros(bsz, size) for size in sizes)
-
-    def reset_hidden(self, bsz: int) -> None:
-        """Begin from zeros."""
-        self.hidden = None
-        self.init_hidden(bsz)
-
-    def detach_hidden(self) -> None:
-        """Cut the hidden state from the graph that computed it, and go on from its values.
-
-        Raises:
-            UsageError: There is no hidden state yet.
-        """
-        if self.hidden is None:
-            raise UsageError("detach_hidden() before there is a hidden state; call the network, or reset_hidden(batch)")
-        self.hidden = tuple(state.detach() for state in self.hidden)
+            self.hidden = tuple(like.new_zeros(bsz, self.hidden_size) for _ in range(self.n_hidden_states))
 
     def forward(self, input: Tensor, reverse: bool = False) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         """Run over a sequence.
@@ -105,7 +70,7 @@ class RNNCell(Module):
             reverse: Whether to go from the last time step to the first.
 
         Returns:
-            The outputs, shape ``(time, batch, output_size)``, and the hidden state after each time step. Both are in
+            The outputs, shape ``(time, batch, hidden_size)``, and the hidden state after each time step. Both are in
             the order of time.
         """
         self.init_hidden(input.shape[1])
@@ -117,8 +82,7 @@ class RNNCell(Module):
         hidden = (self.hidden[0].to(projected[0].dtype), *self.hidden[1:])
         states = []
         for place in reversed(places) if reverse else places:
-            first, *rest = self.advance(tuple(part[place] for part in projected), hidden)
-            hidden = (first if self.w_ho is None else F.linear(first, self.w_ho), *rest)
+            hidden = self.advance(tuple(part[place] for part in projected), hidden)
             states.append(hidden)
         self.hidden = hidden
         if reverse:
@@ -132,7 +96,7 @@ class RNNCell(Module):
     def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the next hidden state, the output first, from one time step of `project`'s tensors and the last state.
 
-        The output comes before its projection by ``w_ho``. All shapes are ``(batch, features)``.
+        All shapes are ``(batch, features)``.
         """
         raise NotImplementedError
 
@@ -142,7 +106,7 @@ class RNNCell(Module):
 
     def extra_repr(self) -> str:
         """Say what the constructor was given."""
-        return f"{self.input_size}, {self.hidden_size}, bias={self.bias}, output_size={self.output_size}"
+        return f"{self.input_size}, {self.hidden_size}, bias={self.bias}"
 
 
 class ReLUCell(RNNCell):
@@ -162,21 +126,9 @@ class TanhCell(RNNCell):
 
 
 class GRUCell(RNNCell):
-    """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), with the formula of `torch.nn.GRU`.
-
-    Raises:
-        UsageError: ``output_size`` differs from ``hidden_size``.
-    """
+    """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), with the formula of `torch.nn.GRU`."""
 
     gates = 3
-
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, output_size: int | None = None) -> None:
-        if output_size not in (None, hidden_size):
-            raise UsageError(
-                f"GRU: output_size={output_size} differs from hidden_size={hidden_size}, but the new state blends in "
-                "the old one, which must have as many features; leave output_size out"
-            )
-        super().__init__(input_size, hidden_size, bias, output_size)
 
     def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
@@ -187,7 +139,7 @@ class GRUCell(RNNCell):
 
 
 class LSTMCell(RNNCell):
-    """The LSTM of Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`; ``output_size`` is its ``proj_size``."""
+    """The LSTM of Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`."""
 
     gates = 4
     n_hidden_states = 2
@@ -200,14 +152,14 @@ class LSTMCell(RNNCell):
 class mLSTMCell(LSTMCell):  # noqa: N801
     """The multiplicative LSTM: Krause et al. 2016 (arXiv:1609.07959).
 
-    ``m = (W_mih x) * (W_mhh h)`` stands for ``h`` in the gates. ``w_mih`` has the shape ``(output_size, input_size)``,
-    ``w_mhh`` ``(output_size, output_size)``.
+    ``m = (W_mih x) * (W_mhh h)`` stands for ``h`` in the gates. ``w_mih`` has the shape ``(hidden_size, input_size)``,
+    ``w_mhh`` ``(hidden_size, hidden_size)``.
     """
 
-    def __init__(self, input_size: int, hidden_size: int, bias: bool = True, output_size: int | None = None) -> None:
-        super().__init__(input_size, hidden_size, bias, output_size)
-        self.w_mih = Parameter(torch.empty(self.output_size, input_size))
-        self.w_mhh = Parameter(torch.empty(self.output_size, self.output_size))
+    def __init__(self, input_size: int, hidden_size: int, bias: bool = True) -> None:
+        super().__init__(input_size, hidden_size, bias)
+        self.w_mih = Parameter(torch.empty(hidden_size, input_size))
+        self.w_mhh = Parameter(torch.empty(hidden_size, hidden_size))
         self.reset_parameters()
 
     def project(self, input: Tensor) -> tuple[Tensor, ...]:
@@ -228,17 +180,18 @@ def _lstm(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Network(Module):
-    """What is asked of a network and done by each of its cells."""
+    """What is asked of a network and done to each of its cells."""
 
     def init_hidden(self, bsz: int) -> None:
         """Begin from zeros where there is no hidden state for this batch size."""
-        for rnn in self._cells():
-            rnn.init_hidden(bsz)
+        for cell in self._cells():
+            cell.init_hidden(bsz)
 
     def reset_hidden(self, bsz: int) -> None:
         """Begin from zeros."""
-        for rnn in self._cells():
-            rnn.reset_hidden(bsz)
+        for cell in self._cells():
+            cell.hidden = None
+            cell.init_hidden(bsz)
 
     def detach_hidden(self) -> None:
         """Cut the hidden state from the graph that computed it, and go on from its values.
@@ -246,16 +199,23 @@ class _Network(Module):
         Raises:
             UsageError: There is no hidden state yet.
         """
-        for rnn in self._cells():
-            rnn.detach_hidden()
+        for cell in self._cells():
+            if cell.hidden is None:
+                raise UsageError("there is no hidden state to detach; call the network, or reset_hidden(batch), first")
+            cell.hidden = tuple(state.detach() for state in cell.hidden)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
-        for rnn in self._cells():
-            rnn.reset_parameters()
+        for cell in self._cells():
+            cell.reset_parameters()
 
     def _cells(self) -> list[RNNCell]:
         return [module for module in self.modules() if isinstance(module, RNNCell)]
+
+
+def _cell_like(cell: RNNCell, input_size: int) -> RNNCell:
+    """Return a new cell of the same kind and sizes, but for ``input_size``."""
+    return type(cell)(input_size, cell.hidden_size, cell.bias)
 
 
 class stackedRNN(_Network):  # noqa: N801
@@ -275,7 +235,7 @@ class stackedRNN(_Network):  # noqa: N801
         self.nLayers = num_layers
         self.dropout = dropout
         self.batch_first = batch_first
-        others = [inputRNN.new_like(inputRNN.output_size) for _ in range(num_layers - 1)]
+        others = [_cell_like(inputRNN, inputRNN.hidden_size) for _ in range(num_layers - 1)]
         self.rnns = torch.nn.ModuleList([inputRNN, *others])
 
     def forward(
@@ -325,7 +285,7 @@ class bidirectionalRNN(_Network):  # noqa: N801
         super().__init__()
         self.dropout = dropout
         self.fwd = stackedRNN(inputRNN, num_layers, dropout, batch_first)
-        self.bckwrd = stackedRNN(inputRNN.new_like(inputRNN.input_size), num_layers, dropout, batch_first)
+        self.bckwrd = stackedRNN(_cell_like(inputRNN, inputRNN.input_size), num_layers, dropout, batch_first)
 
     def forward(self, input: Tensor, collect_hidden: bool = False) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run over a sequence; see `stackedRNN.forward`. The features of both directions follow one another."""
@@ -348,8 +308,12 @@ def _maker(cell: type[RNNCell], name: str) -> Any:
         bidirectional: bool = False,
         output_size: int | None = None,
     ) -> stackedRNN | bidirectionalRNN:
+        if output_size not in (None, hidden_size):
+            raise UsageError(
+                f"{name}: output_size={output_size} is not supported; leave it out, or use torch.nn.LSTM(proj_size=...)"
+            )
         network = bidirectionalRNN if bidirectional else stackedRNN
-        return network(cell(input_size, hidden_size, bias, output_size), num_layers, dropout, batch_first)
+        return network(cell(input_size, hidden_size, bias), num_layers, dropout, batch_first)
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"""Return layers of `{cell.__name__}`: a `stackedRNN`, or a `bidirectionalRNN` if so asked."""
