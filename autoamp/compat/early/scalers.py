@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -24,24 +25,28 @@ def set_scale(scaler: scaling.LossScaler, scale: float) -> None:
     scaler.load_state_dict({"loss_scale": scale, "unskipped": scaler.unskipped})
 
 
-class _Poked(scaling.LossScaler):
+class _CurScale:
     """A scaler whose scale is read and written as ``cur_scale`` too."""
+
+    loss_scale: Any
 
     @property
     def cur_scale(self) -> float:
         """The scale for the next loss; it may be written."""
-        return self.loss_scale
+        return float(self.loss_scale)
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        set_scale(self, scale)
+        # The scalers of `fp16_utils` hold the one that has the scale.
+        scaler: Any = self
+        set_scale(getattr(self, "_scaler", scaler), scale)
 
 
-class PokedStaticScaler(_Poked, scaling.StaticLossScaler):
+class PokedStaticScaler(_CurScale, scaling.StaticLossScaler):
     """`autoamp.StaticLossScaler` with ``cur_scale``."""
 
 
-class PokedDynamicScaler(_Poked, scaling.DynamicLossScaler):
+class PokedDynamicScaler(_CurScale, scaling.DynamicLossScaler):
     """`autoamp.DynamicLossScaler` with ``cur_scale``, ``scale_factor`` and ``scale_window``."""
 
     @property
@@ -55,22 +60,7 @@ class PokedDynamicScaler(_Poked, scaling.DynamicLossScaler):
         return self.growth_interval
 
 
-class _HoldsScaler:
-    """A scaler that holds another, whose scale is its ``cur_scale``."""
-
-    _scaler: scaling.LossScaler
-
-    @property
-    def cur_scale(self) -> float:
-        """The scale; it may be written."""
-        return self._scaler.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, scale: float) -> None:
-        set_scale(self._scaler, scale)
-
-
-class LossScaler(_HoldsScaler, fp16_utils.LossScaler):
+class LossScaler(_CurScale, fp16_utils.LossScaler):
     """`autoamp.fp16_utils.LossScaler` with ``cur_scale``.
 
     Args:
@@ -82,7 +72,7 @@ class LossScaler(_HoldsScaler, fp16_utils.LossScaler):
         return False
 
 
-class DynamicLossScaler(_HoldsScaler, fp16_utils.DynamicLossScaler):
+class DynamicLossScaler(_CurScale, fp16_utils.DynamicLossScaler):
     """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale`` and further names of ``has_overflow``.
 
     Args:

@@ -16,7 +16,6 @@ __all__ = [
     "MLP",
     "FusedDense",
     "FusedDenseGeluDense",
-    "dense_no_bias_function",
     "fused_dense_function",
     "fused_dense_gelu_dense_function",
     "mlp_function",
@@ -160,11 +159,6 @@ class FusedDenseGeluDense(Module):
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``input @ weight.T + bias``; shapes ``(*, n)``, ``(m, n)``, ``(m,)``."""
     return F.linear(input, weight, bias)
-
-
-def dense_no_bias_function(input: Tensor, weight: Tensor) -> Tensor:
-    """Return ``input @ weight.T``; shapes ``(*, n)`` and ``(m, n)``."""
-    return F.linear(input, weight)
 
 
 def fused_dense_gelu_dense_function(

@@ -13,7 +13,6 @@ from autoamp.compat.layers.mlp import (
     MLP,
     FusedDense,
     FusedDenseGeluDense,
-    dense_no_bias_function,
     fused_dense_function,
     fused_dense_gelu_dense_function,
     mlp_function,
@@ -27,7 +26,6 @@ def test_functions_compute_as_the_modules() -> None:
     dense, both, mlp = FusedDense(4, 3), FusedDenseGeluDense(4, 6, 3), MLP(SIZES)
     input = torch.randn(2, 5, 4)
     torch.testing.assert_close(fused_dense_function(input, dense.weight, dense.bias), dense(input))
-    torch.testing.assert_close(dense_no_bias_function(input, dense.weight), dense(input) - dense.bias)
     weights = (both.weight1, both.bias1, both.weight2, both.bias2)
     torch.testing.assert_close(fused_dense_gelu_dense_function(input, *weights), both(input))
     torch.testing.assert_close(mlp_function(1, 1, input, *mlp.weights, *mlp.biases), mlp(input))

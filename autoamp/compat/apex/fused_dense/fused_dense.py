@@ -3,7 +3,6 @@
 from autoamp.compat.layers.mlp import (
     FusedDense,
     FusedDenseGeluDense,
-    dense_no_bias_function,
     fused_dense_function,
     fused_dense_gelu_dense_function,
 )
