@@ -246,22 +246,6 @@ def test_mixed_precision_lamb_skips_overflows_and_runs_closures() -> None:
     assert optimizer.param_groups[0]["step"] == 8
 
 
-def test_mixed_precision_lamb_keeps_masters_where_asked() -> None:
-    plain, kept = torch.nn.Parameter(torch.ones(1).half()), torch.nn.Parameter(torch.ones(1).half())
-    optimizers = [
-        FusedMixedPrecisionLamb([plain], lr=1e-4),
-        FusedMixedPrecisionLamb([kept], lr=1e-4, reduced_precision_dtype=torch.half),
-    ]
-    for _ in range(20):
-        for param in (plain, kept):
-            param.grad = torch.ones(1).half()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert plain.item() == 1.0
-    assert optimizers[1].state[kept]["master_param"].dtype is torch.float32
-    assert kept.item() == pytest.approx(1.0 - 20e-4, abs=5e-4)
-
-
 @pytest.mark.parametrize(
     ("make", "option"),
     [
@@ -343,15 +327,20 @@ def test_a_checkpoint_adds_no_state(kind: Any) -> None:
     assert list(optimizer.state_dict()["state"]) == [1]
 
 
-def test_masters_keep_what_half_rounds_off() -> None:
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(FusedAdam, {"master_weights": True}), (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.half})],
+)
+def test_masters_keep_what_half_rounds_off(kind: Any, option: dict[str, Any]) -> None:
     plain, kept = torch.nn.Parameter(torch.ones(1).half()), torch.nn.Parameter(torch.ones(1).half())
-    optimizers = [FusedAdam([plain], lr=1e-4), FusedAdam([kept], lr=1e-4, master_weights=True)]
+    optimizers = [kind([plain], lr=1e-4), kind([kept], lr=1e-4, **option)]
     for _ in range(20):
         for param in (plain, kept):
             param.grad = torch.ones(1).half()
         for optimizer in optimizers:
             optimizer.step()
     assert plain == 1.0
+    assert optimizers[1].state[kept]["master_param"].dtype is torch.float32
     assert float(kept) == pytest.approx(1.0 - 20e-4, abs=5e-4)
 
 
