@@ -61,6 +61,9 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         LossScaleError: The loss scale or an argument of the dynamic one is out of range.
     """
 
+    # The classes of its loss scalers.
+    _static_scaler, _dynamic_scaler = StaticLossScaler, DynamicLossScaler
+
     def __init__(
         self,
         init_optimizer: Any,
@@ -74,9 +77,9 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         if not is_optimizer(init_optimizer):
             raise UsageError(f"init_optimizer takes an optimizer, not {kind_of(init_optimizer)}")
         self.loss_scaler: LossScaler = (
-            DynamicLossScaler(**_dynamic_arguments(dynamic_loss_args or {}))
+            self._dynamic_scaler(**_dynamic_arguments(dynamic_loss_args or {}))
             if dynamic_loss_scale
-            else StaticLossScaler(1.0 if static_loss_scale is None else static_loss_scale)
+            else self._static_scaler(1.0 if static_loss_scale is None else static_loss_scale)
         )
         self.optimizer = init_optimizer
         runtime = current_runtime()

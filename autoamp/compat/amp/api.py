@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -21,9 +20,7 @@ from autoamp.errors import CheckpointError, UsageError, warn_user
 from autoamp.parallel import DistributedDataParallel
 from autoamp.scaling import DynamicLossScaler
 
-__all__ = ["init", "initialize", "load_state_dict", "maybe_print", "scale_loss", "state_dict", "warn_or_err"]
-
-log = logging.getLogger(__name__)
+__all__ = ["init", "initialize", "load_state_dict", "scale_loss", "state_dict"]
 
 
 class _Unnamed(str):
@@ -198,17 +195,3 @@ def init(
         trace_overflow=chosen.trace_overflow, on_nonfinite=chosen.on_nonfinite,
     )  # fmt: skip
     return AmpHandle(handle, verbose) if on else NoOpHandle()
-
-
-def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Log a message, unless ``initialize`` was given ``verbosity=0``. ``rank0`` has no effect."""
-    if amp_state.verbosity > 0:
-        log.info("%s", msg)
-
-
-def warn_or_err(msg: str) -> None:
-    """Raise a UsageError, or warn where ``_amp_state.hard_override`` is set, as the internals of Apex did."""
-    if amp_state.hard_override:
-        warn_user(msg)
-    else:
-        raise UsageError(msg)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autoamp import runtime
 from autoamp.compat.amp.properties import Properties
+from autoamp.compat.early.groups import GroupsOfMasters
 from autoamp.compat.early.scalers import set_scale
 from autoamp.errors import UsageError
 from autoamp.runtime import BaseHandle, current_handle, current_runtime
@@ -189,7 +190,7 @@ class AmpState:
 amp_state = AmpState()
 
 
-class AmpStash:
+class AmpStash(GroupsOfMasters):
     """The object ``optimizer._amp_stash``: which parameters have masters. Other names may be written to it.
 
     Args:
@@ -291,24 +292,6 @@ class AmpStash:
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that are stepped themselves."""
         return [param for group in self.fp32_from_fp32_groups for param in group]
-
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """Half parameters, by group of the optimizer."""
-        halves = {id(master): half for half, master in self._pairs()}
-        return [[halves[id(param)] for param in group if id(param) in halves] for group in self._groups()]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """Their masters, by group."""
-        masters = {id(master) for _, master in self._pairs()}
-        return [[param for param in group if id(param) in masters] for group in self._groups()]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """Parameters that are stepped themselves, by group."""
-        masters = {id(master) for _, master in self._pairs()}
-        return [[param for param in group if id(param) not in masters] for group in self._groups()]
 
     def _groups(self) -> list[list[Tensor]]:
         optimizer = self._optimizer()

@@ -1,4 +1,4 @@
-"""Checkpoints of the `FP16_Optimizer` of early 2019, converted for `autoamp.FP16_Optimizer`; and its flat groups.
+"""Checkpoints of the `FP16_Optimizer` of early 2019, converted for `autoamp.FP16_Optimizer`.
 
 The optimizer of `apex.optimizers` had one flat fp32 master for each group (key ``fp32_groups_flat``), and flat state of
 the optimizer inside. That of `apex.contrib.optimizers` could have a master for each parameter (key ``fp32_groups``).
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import CheckpointError
 
-__all__ = ["converted_state", "flat_of"]
+__all__ = ["converted_state"]
 
 
 def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> Mapping[str, Any]:
@@ -49,34 +48,6 @@ def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]
         "optimizer_state_dict": inner,
         "fp32_from_fp16": masters,
     }
-
-
-def flat_of(name: str, tensors: Sequence[Tensor]) -> Tensor:
-    """Return one tensor, shape ``(n,)``, with all elements of these tensors, which are views of its memory afterwards.
-
-    Args:
-        name: The name of the attribute that is read, for the message.
-        tensors: Parameters of one dtype and device.
-
-    Raises:
-        UsageError: They are of more than one dtype or device.
-    """
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
-    if len(kinds) > 1:
-        raise UsageError(f"{name}: a group is of {sorted(map(str, kinds))}; a buffer needs one dtype and device")
-    if not tensors:
-        return torch.empty(0)
-    sizes, first = [tensor.numel() for tensor in tensors], tensors[0]
-    places = [first.data_ptr() + sum(sizes[:index]) * first.element_size() for index in range(len(sizes))]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(storages) == 1 and all(
-        t.is_contiguous() and t.data_ptr() == p for t, p in zip(tensors, places, strict=True)
-    ):
-        return first.detach().as_strided((sum(sizes),), (1,))
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
-        tensor.data = part.view(tensor.shape)
-    return flat
 
 
 def _unskipped(state: Mapping[str, Any]) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import fp16_utils, optimizers
-from autoamp.compat.early.checkpoints import converted_state, flat_of
+from autoamp.compat.early.checkpoints import converted_state
+from autoamp.compat.early.groups import GroupsOfMasters
 from autoamp.compat.early.scalers import PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, widened
@@ -187,31 +188,14 @@ class ContribFusedAdam(FusedAdam):
         )  # fmt: skip
 
 
-class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
+class FP16_Optimizer(GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
     """`autoamp.FP16_Optimizer` with the attributes that programs of early 2019 read and write.
 
     The arguments are those of `autoamp.FP16_Optimizer`. ``cur_scale`` is there twice: on ``loss_scaler``, as in
     `apex.fp16_utils`, and on the optimizer, as in `apex.optimizers`.
     """
 
-    def __init__(
-        self,
-        init_optimizer: Any,
-        static_loss_scale: float | None = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, float] | None = None,
-        verbose: bool = True,
-    ) -> None:
-        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args, verbose)
-        made = self.loss_scaler
-        self.loss_scaler = (
-            PokedDynamicScaler(
-                made.loss_scale, made.growth_factor, made.backoff_factor, made.growth_interval, made.min_loss_scale,
-                made.max_loss_scale,
-            )
-            if isinstance(made, DynamicLossScaler)
-            else PokedStaticScaler(made.loss_scale)
-        )  # fmt: skip
+    _static_scaler, _dynamic_scaler = PokedStaticScaler, PokedDynamicScaler
 
     @property
     def cur_scale(self) -> float:
@@ -231,43 +215,21 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801
         """Whether the scale adapts to overflows."""
         return isinstance(self.loss_scaler, DynamicLossScaler)
 
-    @property
-    def fp16_groups(self) -> list[list[Tensor]]:
-        """The half parameters of the model, a list for each group."""
-        halves = {id(master): half for half, master in self._masters.pairs}
-        return [[halves[id(p)] for p in group] for group in self._masters_by_group()]
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return self._masters.pairs
 
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
-        """The masters of ``fp16_groups``, in the same order."""
-        return self._masters_by_group()
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
-        """The parameters that have no masters, since they are in fp32 in the model, a list for each group."""
-        masters = {id(master) for _, master in self._masters.pairs}
-        return [[p for p in group["params"] if id(p) not in masters] for group in self.param_groups]
+    def _groups(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self.param_groups]
 
     # Its name in `apex.contrib.optimizers`.
-    fp32_groups = fp32_from_fp16_groups
+    fp32_groups = GroupsOfMasters.fp32_from_fp16_groups
 
-    @property
-    def fp32_groups_flat(self) -> list[Tensor]:
-        """The masters of each group as one tensor, shape ``(n,)``, whose views they are from now on.
-
-        Raises:
-            UsageError: The masters of a group are on several devices.
-        """
-        return [flat_of("fp32_groups_flat", group) for group in self.fp32_groups]
-
-    @property
-    def fp16_groups_flat(self) -> list[Tensor]:
-        """The half parameters of each group as one tensor, shape ``(n,)``, whose views they are from now on.
-
-        Raises:
-            UsageError: The half parameters of a group have both half dtypes, or are on several devices.
-        """
-        return [flat_of("fp16_groups_flat", group) for group in self.fp16_groups]
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"FP16_Optimizer has no {name!r}: parameters and masters are not flat here; use fp16_groups and fp32_groups"
+            if name.endswith("_groups_flat")
+            else f"'FP16_Optimizer' object has no attribute {name!r}"
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned, or a checkpoint of early 2019: all of it, or nothing.

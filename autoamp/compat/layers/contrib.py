@@ -81,10 +81,7 @@ def clip_grad_norm_(
             f"the total norm of the gradients is {float(norm)}, so they cannot be clipped; skip this step, or use "
             "error_if_nonfinite=False"
         )
-    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-    with torch.no_grad():
-        for device in {grad.device for grad in grads}:
-            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
+    torch.nn.utils.clip_grads_with_norm_(every, float(max_norm), norm)
     return norm
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.compat.early.checkpoints import flat_of
 from autoamp.compat.early.optimizers import FP16_Optimizer, FusedAdam
-from autoamp.errors import CheckpointError, UsageError
+from autoamp.errors import CheckpointError
 
 
 def built(**options: Any) -> tuple[nn.Module, FP16_Optimizer]:
@@ -93,29 +92,3 @@ def test_torn_checkpoint_changes_nothing(change: Any, named: str) -> None:
 def test_what_is_no_checkpoint() -> None:
     with pytest.raises(CheckpointError, match="int"):
         built()[1].load_state_dict(3)  # type: ignore[arg-type]
-
-
-def test_flat_groups_are_the_parameters() -> None:
-    model, optimizer = built()
-    masters = [master for group in optimizer.fp32_groups for master in group]
-    halves = list(model.parameters())
-    before = [master.detach().clone() for master in masters]
-    flats, half_flats = optimizer.fp32_groups_flat, optimizer.fp16_groups_flat
-    assert [flat.shape for flat in (*flats, *half_flats)] == [(8,), (6,), (8,), (6,)]
-    assert {flat.dtype for flat in flats} == {torch.float32}
-    torch.testing.assert_close([master.detach() for master in masters], before, rtol=0, atol=0)
-    # The same buffer is given again.
-    assert [flat.data_ptr() for flat in optimizer.fp32_groups_flat] == [flat.data_ptr() for flat in flats]
-    for flat in (*flats, *half_flats):
-        flat.fill_(2.0)
-    assert all(bool((tensor == 2.0).all()) for tensor in (*masters, *halves))
-    train(model, optimizer, 2)
-    assert all(bool((flat != 2.0).any()) for flat in (*flats, *half_flats))
-    for flat, half_flat in zip(flats, half_flats, strict=True):
-        torch.testing.assert_close(flat.half(), half_flat, rtol=0, atol=0)
-
-
-def test_flat_group_of_one_kind_alone() -> None:
-    assert flat_of("x", []).numel() == 0
-    with pytest.raises(UsageError, match="x: a group is of"):
-        flat_of("x", [torch.ones(2), torch.ones(2).half()])

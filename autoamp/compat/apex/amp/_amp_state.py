@@ -1,6 +1,5 @@
 """The tree's `apex.amp._amp_state`."""
 
-from autoamp.compat.amp.api import maybe_print, warn_or_err
 from autoamp.compat.amp.state import AmpState
 from autoamp.compat.amp.state import amp_state as _amp_state
 from autoamp.levels import master_params
