@@ -8,19 +8,25 @@ from typing import Any
 from autoamp.ops import expand
 from autoamp.rules import CastPolicy, load_table
 
-__all__ = ["changed_lists", "names_of"]
+__all__ = ["changed_lists", "lists_of"]
 
 _MODULES = ("functional_overrides", "tensor_overrides", "torch_overrides")
 _POLICIES = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "SEQUENCE_CASTS": "promote"}
 
 
-def names_of(owner: Any) -> dict[str, list[str]]:
-    """Return, by policy, the attributes of a module or class that the list set `apex` names, sorted."""
+def lists_of(owner: Any) -> dict[str, Any]:
+    """Return what a module of `apex.amp.lists` has: the names that the list set `apex` has for a module or class.
+
+    The lists are copies: what a program adds or removes takes effect at its next ``amp.init`` or ``amp.initialize``.
+    """
     found: dict[str, set[str]] = {policy.value: set() for policy in CastPolicy}
     for target in expand(load_table(["apex"], base="apex")).targets:
         if target.parent is owner:
             found[target.rule.policy.value].add(target.attribute)
-    return {policy: sorted(names) for policy, names in found.items()}
+    names = {policy: sorted(listed) for policy, listed in found.items()}
+    lists = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "BANNED_FUNCS": "banned"}
+    copies = {attribute: list(names[policy]) for attribute, policy in lists.items()}
+    return {"MODULE": owner, "names": names, "SEQUENCE_CASTS": [], **copies}
 
 
 def changed_lists() -> list[dict[str, list[str]]]:
