@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -23,12 +23,10 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.evidence import Evidence, named_tensors
 from autoamp.diagnostics.findings import explain_evidence, unlocated
-from autoamp.diagnostics.kept_calls import KeptCall
+from autoamp.diagnostics.kept_calls import KeptCall, why_not_again
 from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import nonfinite_value
-from autoamp.diagnostics.outside_calls import key_of
-from autoamp.diagnostics.second_calls import why_not_again
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
@@ -244,12 +242,9 @@ class OverflowTrace(StepWatch):
         if current_graph_task() != -1:
             raise CannotRerun("the optimizer steps within the backward pass")
         if step.loss_is_nonfinite or not (step.losses or all(call.is_finite() for call in kept.calls)):
-            for call in kept.calls:
-                if not call.is_finite():
-                    found = self._explain_outside(map(key_of, call.bad_inputs()), call) or self._run_again(call, 1.0)
-                    if found is not None:
-                        return found
-            return self._explain_outside(step.bad_roots(), kept.calls[-1]) or unlocated(
+            wrong = (call for call in kept.calls if not call.is_finite())
+            found = next(filter(None, (self._run_again(call, 1.0) for call in wrong)), None)
+            return found or unlocated(
                 "the outputs of the model were finite and the loss was not: code outside of the model made it"
             )
         for call in reversed(kept.calls):
@@ -263,28 +258,6 @@ class OverflowTrace(StepWatch):
                 return found
         raise CannotRerun("run again, the calls of the model gave finite gradients")
 
-    def _explain_outside(self, keys: Iterable[Any], context: KeptCall) -> Overflow | None:
-        """Explain inf or nan by the calls of functions outside of models; None if these did not make it.
-
-        Args:
-            keys: What they call the tensors that may hold inf or nan.
-            context: A call of a model, which casts as they do.
-        """
-        call = next(filter(None, map(self.recorder.outside.origin_of, keys)), None)
-        if call is None:
-            return None
-        with self.apart(hooked=False), self.recorder.one_step(call.caller) as recorded:
-            assert recorded.recording is not None
-            tape = recorded.recording.tape
-            try:
-                with context.as_cast(self._casts):
-                    recorded.loss_refs = list(map(tape.find, call.run()))
-            finally:
-                self.recorder.stop()
-                tape.undo()
-            found = self._explain(recorded, 1.0)
-        return found if found.op is not None else None
-
     def _run_again(self, call: KeptCall, scale: float, seeds: Sequence[Tensor | None] = ()) -> Overflow | None:
         """Run a call once more under a tape, undo what it writes, and explain it; None if nothing in it went wrong.
 
@@ -295,7 +268,7 @@ class OverflowTrace(StepWatch):
         """
         if why := why_not_again(call.module):
             raise CannotRerun(why)
-        with self.apart() as state, self.recorder.one_step(call.caller) as recorded:
+        with self.apart() as state, self.recorder.one_step(called_at=call.location) as recorded:
             self.recorder.paused = False
             assert recorded.recording is not None
             tape = recorded.recording.tape
