@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from autoamp.diagnostics.call_sites import ModulePaths, program_line, user_frame
+from autoamp.diagnostics.call_sites import Caller, ModulePaths, program_line, user_frame
 from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at
 from autoamp.modules import class_name
 from autoamp.patching import original_of
@@ -27,14 +27,14 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
     """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`.
 
     Args:
-        called_at: The line that is said to call the outermost modules; by default the frames tell.
+        caller: What is said to call the outermost modules and functions; by default the frames tell.
     """
 
-    def __init__(self, called_at: str | None = None) -> None:
+    def __init__(self, caller: Caller | None = None) -> None:
         super().__init__()
-        self._called_at = called_at
+        self._caller = caller
         # Frames from here outwards did not call them.
-        self._outer = user_frame(sys._getframe(1)) if called_at is not None else None
+        self._outer = user_frame(sys._getframe(1)) if caller is not None else None
         # The function, the frame that calls it, and the backward pass within which it is called.
         self._call: tuple[Any, FrameType | None, int] = (None, None, -1)
         self._modules: tuple[Module, ...] = ()
@@ -79,7 +79,7 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
             func, frame = None, sys._getframe(1)
         user = user_frame(frame)
         if user is self._outer:
-            user = None
+            user = self._caller
         modules = self._modules
         key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti)
         found = self._known.get(key)
@@ -88,7 +88,7 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
             found = self._known[key] = (func, frame.f_code), self._place(func, frame, user)
         return found[1]
 
-    def _place(self, func: Any, frame: FrameType, user: FrameType | None) -> Place:
+    def _place(self, func: Any, frame: FrameType, user: FrameType | Caller | None) -> Place:
         name = None if func is None else bare_name(func)
         path, _, root = self._paths.find(self._modules)
         is_cast = name in CASTS and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP
@@ -96,4 +96,4 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         in_place = spelled.endswith("_") and not spelled.endswith("__")
         names = () if name is None else spelled_at(name, func, user)
         classes = tuple(class_name(type(module)) for module in self._modules)
-        return Place(name, path or root, program_line(user) or self._called_at, names, is_cast, in_place, classes)
+        return Place(name, path or root, program_line(user), names, is_cast, in_place, classes)

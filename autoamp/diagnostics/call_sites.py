@@ -9,12 +9,13 @@ import types
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
 
-__all__ = ["CallSite", "ModulePaths", "in_scaling", "program_line", "shown_line", "user_frame"]
+__all__ = ["CallSite", "Caller", "ModulePaths", "in_scaling", "program_line", "shown_line", "user_frame"]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -54,6 +55,19 @@ class CallSite:
         return self.module or (f"({self.root})" if self.module == "" else "-")
 
 
+class Caller(NamedTuple):
+    """Where a frame of the program is, without the frame, which would keep its variables alive."""
+
+    f_code: types.CodeType
+    f_lasti: int
+    f_lineno: int
+
+    @classmethod
+    def of(cls, frame: types.FrameType | None) -> Caller | None:
+        """Take it from a frame."""
+        return None if frame is None else cls(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
 def shown_line(file: str, line: int | None) -> str:
     """Return ``"file:line"``, relative to the working directory where the file is below that."""
     # ValueError: the file is on another drive.
@@ -72,14 +86,14 @@ def _kind(file: str) -> str:
     return "library" if is_library else "program"
 
 
-def user_frame(frame: types.FrameType | None) -> types.FrameType | None:
+def user_frame(frame: Any) -> Any:
     """Return the first frame that is neither torch's nor autoamp's, from this one outwards; None where all are."""
     while frame is not None and _kind(frame.f_code.co_filename) != "program":
         frame = frame.f_back
     return frame
 
 
-def program_line(frame: types.FrameType | None) -> str | None:
+def program_line(frame: types.FrameType | Caller | None) -> str | None:
     """Return ``"file:line"`` of the first frame that is neither torch's nor autoamp's; None where all are."""
     frame = user_frame(frame)
     return None if frame is None else shown_line(frame.f_code.co_filename, frame.f_lineno)

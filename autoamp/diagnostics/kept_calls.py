@@ -7,9 +7,8 @@ the program keeps them itself. A tensor that was written to since is of no use.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from types import FrameType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,20 +16,20 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import Casts
-from autoamp.diagnostics.call_sites import shown_line
+from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.tape import CannotRerun
 from autoamp.tensors import iter_tensors, map_tensors, version_of
-from autoamp.torch_private import is_transformed, undisturbed
+from autoamp.torch_private import dispatch_modes, is_transformed, undisturbed
 
-__all__ = ["KeptCall", "KeptCalls", "why_not_again"]
+__all__ = ["KeptCall", "KeptCalls", "KeptTensor", "floating", "kept_inputs"]
 
 # So many calls of a step, and so many bytes that the program itself may not keep.
 _MAX_CALLS, _MAX_BYTES = 16, 2**26
 _TYPES = (Tensor, torch.nn.Parameter)
 
 
-class _KeptTensor:
+class KeptTensor:
     """A reference to a tensor, without its graph.
 
     Args:
@@ -38,20 +37,25 @@ class _KeptTensor:
         is_strong: Whether it is kept alive.
     """
 
-    __slots__ = ("_needs_grad", "_tensor", "_version", "_weak")
+    __slots__ = ("_needs_grad", "_version", "_weak", "tensor")
 
-    def __init__(self, tensor: Tensor, *, is_strong: bool) -> None:
+    def __init__(self, tensor: Tensor, *, is_strong: bool = True) -> None:
         self._needs_grad, self._version = tensor.requires_grad, version_of(tensor)
-        self._weak, self._tensor = None, None
-        if not is_strong:
-            self._weak = weakref.ref(tensor)
-        elif tensor.grad_fn is None:
-            self._tensor = tensor
-        else:
-            with undisturbed():
-                self._tensor = tensor.detach()
+        self._weak = None if is_strong else weakref.ref(tensor)
+        self.tensor: Any = None
+        if is_strong and tensor.grad_fn is None:
+            self.tensor = tensor
+        elif is_strong:
+            # Not seen by the program's own modes.
+            with undisturbed() if dispatch_modes() else contextlib.nullcontext():
+                self.tensor = tensor.detach()
 
-    def get(self, what: str) -> Tensor:
+    @property
+    def is_stale(self) -> bool:
+        """Whether a tensor that is kept alive was written to."""
+        return version_of(self.tensor) != self._version
+
+    def get(self, what: str = "a tensor") -> Tensor:
         """Return the tensor, as a leaf if it has a graph.
 
         Args:
@@ -60,7 +64,7 @@ class _KeptTensor:
         Raises:
             CannotRerun: It is gone, or was written to.
         """
-        tensor = self._tensor if self._weak is None else self._weak()
+        tensor = self.tensor if self._weak is None else self._weak()
         if tensor is None:
             raise CannotRerun(f"{what} of the model was not kept, because it is large")
         if version_of(tensor) != self._version:
@@ -80,7 +84,7 @@ class KeptCall:
 
     Args:
         module: The module.
-        caller: The frame that calls it.
+        caller: Where it is called.
         switches: How this thread casts.
         device_type: That of the handle.
 
@@ -89,22 +93,22 @@ class KeptCall:
         grads: The gradients of outputs, by their place; None for one that came in several parts.
     """
 
-    def __init__(self, module: Module, caller: FrameType | None, switches: Any, device_type: str) -> None:
+    def __init__(self, module: Module, caller: Caller | None, switches: Any, device_type: str) -> None:
         self.module = module
         self.args: Any = ()
         self.kwargs: Any = {}
-        self.outputs: list[_KeptTensor] = []
-        self.grads: dict[int, _KeptTensor | None] = {}
-        self._caller = None if caller is None else (caller.f_code.co_filename, caller.f_lineno)
+        self.outputs: list[KeptTensor] = []
+        self.grads: dict[int, KeptTensor | None] = {}
+        self.caller = caller
         self._switches = switches
         is_cast = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type)) if is_cast else None
         self._random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
-    @property
-    def location(self) -> str | None:
-        """``"file:line"`` of the program that called the module."""
-        return None if self._caller is None else shown_line(*self._caller)
+    def bad_inputs(self) -> list[Tensor]:
+        """Return those of its inputs that hold inf or nan. Raises CannotRerun if inputs are gone."""
+        inputs = floating(map_tensors((self.args, self.kwargs), _no_tensor, _input))
+        return [tensor for tensor in inputs if nonfinite_value(tensor)]
 
     def is_finite(self) -> bool:
         """Whether all outputs were finite. Raises CannotRerun if that is not known."""
@@ -121,6 +125,13 @@ class KeptCall:
         kept = (self.grads.get(place) for place in range(len(self.outputs)))
         return [None if one is None else one.get("the gradient of an output") for one in kept]
 
+    @contextlib.contextmanager
+    def as_cast(self, casts: Casts) -> Iterator[None]:
+        """Cast in a ``with`` statement as where the module was called."""
+        autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
+        with casts.switched(*self._switches), autocast, torch.enable_grad():
+            yield
+
     def run(self, casts: Casts) -> list[Tensor]:
         """Call the module once more. What that writes is for the caller to undo.
 
@@ -134,9 +145,8 @@ class KeptCall:
         torch.set_rng_state(self._random[0])
         if self._random[1] is not None:
             torch.cuda.set_rng_state(self._random[1])
-        autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
-        with casts.switched(*self._switches), autocast, torch.enable_grad():
-            outputs = _floating(self.module(*inputs[0], **inputs[1]))
+        with self.as_cast(casts):
+            outputs = floating(self.module(*inputs[0], **inputs[1]))
         with undisturbed():
             if len(outputs) != len(self.outputs) or not all(
                 _is_same(new, old.get("an output")) for new, old in zip(outputs, self.outputs, strict=True)
@@ -159,7 +169,7 @@ class KeptCalls:
         self._nbytes = 0
 
     def begin(
-        self, module: Module, args: Any, kwargs: Any, switches: Any, device_type: str, caller: FrameType | None
+        self, module: Module, args: Any, kwargs: Any, switches: Any, device_type: str, caller: Caller | None
     ) -> KeptCall | None:  # fmt: skip
         """Keep the inputs of a call; see `KeptCall`. None if the call is not kept."""
         if self.incomplete is None and len(self.calls) == _MAX_CALLS:
@@ -173,7 +183,7 @@ class KeptCalls:
 
     def end(self, call: KeptCall, outputs: Any) -> None:
         """Keep the outputs of a call, and their gradients when these come."""
-        for place, tensor in enumerate(_floating(outputs)):
+        for place, tensor in enumerate(floating(outputs)):
             call.outputs.append(self._keep(tensor))
             if tensor.grad_fn is not None:
                 tensor.register_hook(_KeepGrad(self, call, place))
@@ -186,12 +196,12 @@ class KeptCalls:
         """Drop what is kept, and keep no more."""
         self.calls, self.incomplete = [], "the step was dropped"
 
-    def _keep(self, tensor: Tensor) -> _KeptTensor:
+    def _keep(self, tensor: Tensor) -> KeptTensor:
         if type(tensor) not in _TYPES or is_transformed(tensor):
             raise CannotRerun(f"a tensor is a {type(tensor).__name__}")
         is_strong = self._nbytes + tensor.nbytes <= _MAX_BYTES
         self._nbytes += tensor.nbytes if is_strong else 0
-        return _KeptTensor(tensor, is_strong=is_strong)
+        return KeptTensor(tensor, is_strong=is_strong)
 
 
 class _KeepGrad:
@@ -210,18 +220,8 @@ class _KeepGrad:
             self._kept.note_grad(self._call, self._place, grad)
 
 
-def why_not_again(module: Module) -> str | None:
-    """Return why calling a module once more is not safe; None if it is."""
-    for part in module.modules():
-        hooks = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
-        for hook in itertools.chain.from_iterable(each.values() for each in hooks):
-            # Those of torch normalize weights.
-            if (getattr(hook, "__module__", None) or "").partition(".")[0] not in ("torch", "autoamp"):
-                return f"{type(part).__name__} has hooks of the program, which would run again"
-    return None
-
-
-def _floating(value: Any) -> list[Tensor]:
+def floating(value: Any) -> list[Tensor]:
+    """Return the floating tensors in nested containers."""
     return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point()]
 
 
@@ -230,7 +230,14 @@ def _no_tensor(tensor: Tensor) -> Tensor:
 
 
 def _input(value: Any) -> Any:
-    return value.as_input() if isinstance(value, _KeptTensor) else value
+    return value.as_input() if isinstance(value, KeptTensor) else value
+
+
+def kept_inputs(value: Any, found: list[KeptTensor]) -> Any:
+    """Add a value to a list if it is a `KeptTensor`, and return it."""
+    if isinstance(value, KeptTensor):
+        found.append(value)
+    return value
 
 
 def _is_same(new: Tensor, old: Tensor) -> bool:

@@ -11,6 +11,7 @@ import json
 import types
 from typing import Any
 
+from autoamp.diagnostics.call_sites import Caller
 from autoamp.ops import known_ops
 
 __all__ = ["CASTS", "bare_name", "fp32_entry", "spelled_at", "spellings"]
@@ -48,7 +49,7 @@ def spellings(op: str) -> tuple[str, ...]:
     return _listed((op, *_ALIASES.get(op, ()), *_OPERATORS.get(op, ())))
 
 
-def spelled_at(op: str, function: Any, frame: types.FrameType | None) -> tuple[str, ...]:
+def spelled_at(op: str, function: Any, frame: types.FrameType | Caller | None) -> tuple[str, ...]:
     """Return the names under which a call in a program may have called an op, as lists have them.
 
     Args:
@@ -73,7 +74,7 @@ def _listed(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known_ops() and name not in CASTS)
 
 
-def _is_operator(frame: types.FrameType) -> bool:
+def _is_operator(frame: types.FrameType | Caller) -> bool:
     code = frame.f_code.co_code
     return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "BINARY_OP"
 

@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, SupportsFloat
 
@@ -23,10 +23,13 @@ from autoamp.casting import Casts
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.evidence import Evidence, named_tensors
 from autoamp.diagnostics.findings import explain_evidence, unlocated
-from autoamp.diagnostics.kept_calls import KeptCall, why_not_again
+from autoamp.diagnostics.inferences import Inferences
+from autoamp.diagnostics.kept_calls import KeptCall
 from autoamp.diagnostics.kept_state import KeptState
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import nonfinite_value
+from autoamp.diagnostics.outside_calls import key_of
+from autoamp.diagnostics.second_calls import why_not_again
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
@@ -74,6 +77,8 @@ class OverflowTrace(StepWatch):
         self._observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = StepRecorder(casts, always=always)
+        if always:
+            self.recorder.inferences = Inferences(self.recorder, self._explain_outputs, log.warning)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
@@ -242,9 +247,12 @@ class OverflowTrace(StepWatch):
         if current_graph_task() != -1:
             raise CannotRerun("the optimizer steps within the backward pass")
         if step.loss_is_nonfinite or not (step.losses or all(call.is_finite() for call in kept.calls)):
-            wrong = (call for call in kept.calls if not call.is_finite())
-            found = next(filter(None, (self._run_again(call, 1.0) for call in wrong)), None)
-            return found or unlocated(
+            for call in kept.calls:
+                if not call.is_finite():
+                    found = self._explain_outside(map(key_of, call.bad_inputs()), call) or self._run_again(call, 1.0)
+                    if found is not None:
+                        return found
+            return self._explain_outside(step.bad_roots(), kept.calls[-1]) or unlocated(
                 "the outputs of the model were finite and the loss was not: code outside of the model made it"
             )
         for call in reversed(kept.calls):
@@ -258,6 +266,28 @@ class OverflowTrace(StepWatch):
                 return found
         raise CannotRerun("run again, the calls of the model gave finite gradients")
 
+    def _explain_outside(self, keys: Iterable[Any], context: KeptCall) -> Overflow | None:
+        """Explain inf or nan by the calls of functions outside of models; None if these did not make it.
+
+        Args:
+            keys: What they call the tensors that may hold inf or nan.
+            context: A call of a model, which casts as they do.
+        """
+        call = next(filter(None, map(self.recorder.outside.origin_of, keys)), None)
+        if call is None:
+            return None
+        with self.apart(hooked=False), self.recorder.one_step(call.caller) as recorded:
+            assert recorded.recording is not None
+            tape = recorded.recording.tape
+            try:
+                with context.as_cast(self._casts):
+                    recorded.loss_refs = list(map(tape.find, call.run()))
+            finally:
+                self.recorder.stop()
+                tape.undo()
+            found = self._explain(recorded, 1.0)
+        return found if found.op is not None else None
+
     def _run_again(self, call: KeptCall, scale: float, seeds: Sequence[Tensor | None] = ()) -> Overflow | None:
         """Run a call once more under a tape, undo what it writes, and explain it; None if nothing in it went wrong.
 
@@ -268,29 +298,35 @@ class OverflowTrace(StepWatch):
         """
         if why := why_not_again(call.module):
             raise CannotRerun(why)
-        with self.apart() as state, self.recorder.one_step(called_at=call.location) as recorded:
+        with self.apart() as state, self.recorder.one_step(call.caller) as recorded:
             self.recorder.paused = False
             assert recorded.recording is not None
             tape = recorded.recording.tape
             try:
                 outputs = call.run(self._casts)
-                refs = [tape.find(output) for output in outputs]
                 if seeds:
                     self._seed(recorded, outputs, seeds)
-                else:
-                    recorded.loss_refs = refs
             finally:
                 self.recorder.stop()
                 tape.undo()
                 state.restore()
             if not seeds:
-                half = self.evidence(recorded, scale).follow()
-                origins = [origin for ref in refs if (origin := half.origin_of(ref)) is not None]
-                # As in masked scores that a model returns.
-                return None if all(one.intended for one in origins) else self._explain(recorded, scale)
+                return self._explain_outputs(recorded, outputs)
             if not nonfinite_value(*recorded.grads.values()):
                 return None
             return self._explain(recorded, scale)
+
+    def _explain_outputs(self, recorded: RecordedStep, outputs: Sequence[Tensor]) -> Overflow | None:
+        """Explain inf or nan in the outputs of a call that was recorded; None if it was written on purpose."""
+        assert recorded.recording is not None
+        recorded.loss_refs = list(map(recorded.recording.tape.find, outputs))
+        try:
+            half = self.evidence(recorded, 1.0).follow()
+        except CannotRerun as error:
+            return unlocated(str(error))
+        origins = [origin for ref in recorded.loss_refs if (origin := half.origin_of(ref)) is not None]
+        # As in masked scores that a model returns.
+        return None if all(one.intended for one in origins) else self._explain(recorded, 1.0)
 
     def _seed(self, recorded: RecordedStep, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
         """Run the backward pass of a call by the gradients of its outputs."""

@@ -21,8 +21,10 @@ from torch.nn import Module
 
 from autoamp.casting import Casts
 from autoamp.diagnostics.call_places import CallPlaces
-from autoamp.diagnostics.call_sites import user_frame
+from autoamp.diagnostics.call_sites import Caller, user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls
+from autoamp.diagnostics.origins import nonfinite_value
+from autoamp.diagnostics.outside_calls import OutsideCalls, key_of
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
 from autoamp.scaling import local_of
@@ -82,6 +84,7 @@ class RecordedStep:
         kept: What is kept of calls that are not recorded.
         losses: The losses, without their graph. If steps are not recorded, those of one element.
         loss_refs: What the tape calls the losses.
+        roots: What the calls outside of models call the losses.
         grads: Gradients that are not in the ``.grad`` of their parameters.
         unscaled: The losses that have one element and no loss scale.
         scaled: The number of losses that were scaled and whose backward pass has not begun.
@@ -94,11 +97,16 @@ class RecordedStep:
     kept: KeptCalls = field(default_factory=KeptCalls)
     losses: list[Tensor] = field(default_factory=list)
     loss_refs: list[Ref | None] = field(default_factory=list)
+    roots: list[Any] = field(default_factory=list)
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     unscaled: list[Tensor] = field(default_factory=list)
     scaled: int = 0
     is_watched: bool = False
     ended: bool = False
+
+    def bad_roots(self) -> list[Any]:
+        """Return those of `roots` whose losses held inf or nan."""
+        return [root for loss, root in zip(self.losses, self.roots, strict=True) if nonfinite_value(loss)]
 
     @property
     def loss_is_nonfinite(self) -> bool:
@@ -133,6 +141,8 @@ class StepRecorder(Subscriber):
         step: The current step. The tape of a skipped step stays until the next module call or loss.
         watched_steps: So many steps from here on are recorded.
         paused: Whether nothing is recorded.
+        inferences: Looks at calls with gradients off; None for no looks.
+        outside: Keeps the calls of functions between the calls of models that are kept.
     """
 
     # Each call is told: it is recorded, or kept.
@@ -147,6 +157,8 @@ class StepRecorder(Subscriber):
         self._places = CallPlaces()
         self._inside = _Inside()
         self._graphs = compiled_graphs()
+        self.outside = OutsideCalls()
+        self.inferences: Any = None
 
     @property
     def records(self) -> bool:
@@ -159,6 +171,7 @@ class StepRecorder(Subscriber):
         if self.step.is_watched and not self.step.ended:
             self.watched_steps -= 1
         self.step.ended = True
+        self.outside.pause()
         self.stop()
 
     def stop(self, why: str | None = None) -> None:
@@ -173,11 +186,13 @@ class StepRecorder(Subscriber):
         """Drop the tape of the step at hand, which was found right. The step may still run, as one with a closure."""
         self.stop()
         self.step.drop()
+        self.outside.drop()
 
     def drop(self) -> None:
         """Drop what was recorded."""
         self.end_step()
         self.step.drop()
+        self.outside.drop()
         self._leave()
         self.step = RecordedStep(ended=True)
 
@@ -188,12 +203,11 @@ class StepRecorder(Subscriber):
             self._inside.recording = None
 
     @contextlib.contextmanager
-    def one_step(self, called_at: str | None = None) -> Iterator[RecordedStep]:
+    def one_step(self, caller: Caller | None = None) -> Iterator[RecordedStep]:
         """Record what runs in a ``with`` statement as a step of its own.
 
         Args:
-            called_at: The line of the program that is said to call what the ``with`` statement calls; by default
-                the frames tell.
+            caller: What is said to call what the ``with`` statement calls; by default the frames tell.
         """
         outer, places = self.step.recording, self._places
         if outer is not None:
@@ -203,7 +217,7 @@ class StepRecorder(Subscriber):
             RecordedStep(is_watched=True),
             1,
             False,
-            CallPlaces(called_at),
+            CallPlaces(caller),
         )
         self._record(limit=math.inf, undoes=True)
         try:
@@ -248,6 +262,7 @@ class StepRecorder(Subscriber):
         """Return the step at hand: a new one after the last has ended."""
         if self.step.ended:
             self.step.drop()
+            self.outside.drop()
             self.step = RecordedStep(is_watched=self.watched_steps > 0)
         return self.step
 
@@ -269,6 +284,7 @@ class StepRecorder(Subscriber):
             # An element of the outputs would keep all of them until the next step.
             value = compacted(value) if is_single and type(value) is Tensor else value
         step.losses.append(value)
+        step.roots.append(key_of(loss))
         if step.recording is not None:
             step.loss_refs.append(step.recording.tape.find(loss))
         if is_single and type(scale) is float and scale == 1.0:
@@ -295,6 +311,7 @@ class StepRecorder(Subscriber):
 
     def begin_backward(self, given: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a backward pass runs, by these gradients or by 1."""
+        self.outside.pause()
         recording = self.step.recording
         if recording is None or self.step.ended or self.paused:
             return contextlib.nullcontext()
@@ -304,16 +321,21 @@ class StepRecorder(Subscriber):
 
     def wants_call(self) -> bool:
         """Tell whether a call that begins now is recorded."""
-        if self.paused or self._inside.call or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.paused or self._inside.call or torch.compiler.is_compiling():
+            return False
+        if not torch.is_grad_enabled() and (self.inferences is None or not self.inferences.wants_call()):
             return False
         # Within a backward pass a checkpoint computes again what is recorded.
         return current_graph_task() == -1
 
-    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall | None:
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin the record of a step with its first module call, or keep the call. It raises nothing."""
-        kept = None
+        kept: Any = None
+        self.outside.pause()
         try:
-            if self.records:
+            if not torch.is_grad_enabled():
+                kept = self.inferences.begin(module, args, kwargs)
+            elif self.records:
                 self._begin(module, args, kwargs)
             else:
                 kept = self._keep(module, args, kwargs)
@@ -332,8 +354,12 @@ class StepRecorder(Subscriber):
             raise CannotRerun("a call of a model of several processes does not run again")
         if tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             raise CannotRerun("the call is traced, or captured in a CUDA graph")
-        caller = user_frame(sys._getframe(2))
+        caller = Caller.of(user_frame(sys._getframe(2)))
         return kept.begin(module, args, kwargs, self._casts.switches(), self._casts.device_type, caller)
+
+    def record_call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of a call of a model in the step at hand, which is recorded."""
+        self._begin(module, args, kwargs)
 
     def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self._open_step()
@@ -355,12 +381,16 @@ class StepRecorder(Subscriber):
         with undisturbed():
             step.calls.append(ModelCall(module, map_tensors(args, keep), map_tensors(kwargs, keep)))
 
-    def end(self, record: KeptCall | None, outputs: Any) -> None:
+    def end(self, record: Any, outputs: Any) -> None:
         """Hear that the call has ended."""
         self._inside.call = False
         if record is not None:
             try:
-                self.step.kept.end(record, outputs)
+                if isinstance(record, KeptCall):
+                    self.step.kept.end(record, outputs)
+                    self.outside.resume()
+                else:
+                    self.inferences.end(record, outputs)
             except CannotRerun as error:
                 self.step.kept.incomplete = str(error)
             except Exception:

@@ -39,8 +39,8 @@ def report_of(handle: Any) -> dict[str, Any]:
 
     Returns:
         ``schema``, ``kind``, ``dtype``, ``device_type``, ``verdict``, ``faults``, ``roundings``, ``nonfinite_steps``,
-        ``half_losses``, ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``, ``values``, ``lists``,
-        ``coverage`` and ``versions``.
+        ``inferences``, ``half_losses``, ``remedies``, ``timeline``, ``skips``, ``samples``, ``trace``, ``values``,
+        ``lists``, ``coverage`` and ``versions``.
 
     Raises:
         UsageError: Nothing was recorded.
@@ -63,8 +63,11 @@ def report_of(handle: Any) -> dict[str, Any]:
         "nonfinite_steps": {
             "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
         },
+        "inferences": _inferences(handle),
         "half_losses": list(recording.half_losses.rows.values()),
-        "remedies": remedies([*faults, *roundings, *skips["groups"]], settings.table),
+        "remedies": remedies(
+            [*faults, *roundings, *skips["groups"], *_inferences(handle)["causes"]], settings.table
+        ),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
         "samples": {"steps": samples.steps, "compared": check.compared},
@@ -106,11 +109,22 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     nonfinite = document["nonfinite_steps"]
     if nonfinite["total"]:
         found.append(f"{counted(nonfinite['total'], 'step')} with inf or nan: {nonfinite['sentences'][0]}")
+    inferences = document.get("inferences", {"nonfinite": 0})
+    found += [inferences["sentence"]] if inferences["nonfinite"] else []
     for group in document["skips"]["groups"]:
         if what == "skip" or group.get("fails", group["kind"] in _FAULTS):
             remedy = f"; {group['remedy']}" if group["remedy"] else ""
             found.append(f"{group['count']} of kind {group['name']}: {group['sentence']}{remedy}")
     return found
+
+
+def _inferences(handle: Any) -> dict[str, Any]:
+    """Return how many calls of models with gradients off were looked at, and what made inf or nan in them."""
+    looked = handle.overflows.recorder.inferences
+    if looked is None:
+        return {"calls": 0, "nonfinite": 0, "sentence": None, "causes": []}
+    causes = [{"sentence": one.cause, "overflow": one.to_dict()} for one in looked.found]
+    return {"calls": looked.calls, "nonfinite": looked.nonfinite, "sentence": looked.sentence, "causes": causes}
 
 
 def _fault(fault: Fault) -> dict[str, Any]:
@@ -152,8 +166,13 @@ def _verdict(
     roundings: Sequence[Mapping[str, Any]],
 ) -> dict[str, str]:
     """Return a sentence, and whether it is ``"good"``, ``"unclear"`` or ``"bad"``."""
+    inferences = _inferences(handle)
     if not recording.steps:
-        return {"sentence": "no step of an optimizer was seen", "level": "unclear"}
+        sentence = "no step of an optimizer was seen"
+        if inferences["calls"]:
+            calls = f"{counted(inferences['calls'], 'call')} of models with gradients off"
+            sentence = inferences["sentence"] or f"{calls}, whose outputs were all finite; {sentence}"
+        return {"sentence": sentence, "level": "bad" if inferences["nonfinite"] else "unclear"}
     counts = Counter(event["kind"] for event in skips["events"])
     sentence = f"{skips['total']} of {recording.steps} steps skipped"
     if len(counts) == 1 and skips["total"] > 1:
@@ -179,7 +198,10 @@ def _verdict(
     losses = list(recording.half_losses.rows.values())
     if losses:
         sentence += f"; {losses[0]['sentence']}"
-    is_bad = bool(faults or roundings or losses) or any(group["fails"] for group in skips["groups"])
+    if inferences["nonfinite"]:
+        sentence = f"{inferences['sentence']}; {sentence}"
+    is_bad = bool(inferences["nonfinite"] or faults or roundings or losses)
+    is_bad = is_bad or any(group["fails"] for group in skips["groups"])
     if not is_bad and (farthest := recording.check.farthest) is not None:
         sentence += f"; of {counted(recording.check.compared, 'step')} compared with fp32 {farthest}"
     unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]

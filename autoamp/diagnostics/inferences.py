@@ -1,0 +1,150 @@
+"""Calls of models with gradients off: whether their outputs held inf or nan, and what made it.
+
+One sum over the outputs tells. After inf or nan the next calls are recorded, until one gives it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.diagnostics.kept_calls import floating
+from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
+from autoamp.diagnostics.tables import counted
+from autoamp.diagnostics.verdicts import Overflow
+from autoamp.patching import original_of
+from autoamp.scaling import UnreadFlags, local_of
+from autoamp.torch_private import compiled_wrappers, tracing_state, undisturbed
+
+__all__ = ["InferenceCall", "Inferences"]
+
+# So many calls are recorded, until one gives inf or nan again.
+_RECORDED = 8
+# Torch's own, also if this file is imported while lists are in force.
+_SUM: Any = original_of(Tensor.sum)
+
+
+class InferenceCall:
+    """A call of a model.
+
+    Args:
+        module: The model.
+
+    Attributes:
+        step: What is recorded of it; None if it is not.
+        recorded: Ends the record.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = unwrapped(module)
+        self.step: RecordedStep | None = None
+        self.recorded = contextlib.ExitStack()
+
+
+class Inferences:
+    """Looks at calls of models with gradients off.
+
+    Args:
+        recorder: Records calls.
+        explain: Explains a recorded call by the tape; None if inf was written on purpose.
+        tell: Called with the first sentence on each cause.
+
+    Attributes:
+        calls: The number of calls.
+        found: What made inf or nan, in the order in which it was found.
+    """
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        explain: Callable[[RecordedStep, list[Tensor]], Overflow | None],
+        tell: Callable[[str], object],
+    ) -> None:
+        self.calls = 0
+        self.found: list[Overflow] = []
+        self._recorder = recorder
+        self._explain = explain
+        self._tell = tell
+        self._nonfinite = 0
+        self._model = ""
+        self._recorded = 0
+        # Classes of models that write inf to their outputs on purpose.
+        self._on_purpose: set[type] = set()
+        self._unread = UnreadFlags()
+
+    @property
+    def nonfinite(self) -> int:
+        """How many calls gave inf or nan. Waits for the device where that alone knows of the last ones."""
+        self._unread.catch_up()
+        return self._nonfinite
+
+    @property
+    def sentence(self) -> str | None:
+        """What was found in words; None if all outputs were finite."""
+        if not self.nonfinite:
+            return None
+        calls = f"{counted(self.nonfinite, 'call')} of {self._model} with gradients off gave inf or nan"
+        cause = self.found[0] if self.found else None
+        if cause is None:
+            return f"{calls}, and none of the next calls, which are recorded, gave it again: not located"
+        return f"{calls}: {cause.cause}" + (f"; {cause.suggestion}" if cause.suggestion else "")
+
+    def wants_call(self) -> bool:
+        """Whether a call that begins now is looked at."""
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return not (capturing or compiled_wrappers() or tracing_state() is not None)
+
+    def begin(self, module: Module, args: Any, kwargs: Any) -> InferenceCall:
+        """Begin a call; it is recorded if an earlier one gave inf or nan."""
+        self.calls += 1
+        call = InferenceCall(module)
+        if self._recorded:
+            self._recorded -= 1
+            call.step = call.recorded.enter_context(self._recorder.one_step())
+            self._recorder.record_call(module, args, kwargs)
+        return call
+
+    def end(self, call: InferenceCall, outputs: Any) -> None:
+        """Look at the outputs of a call; None if it raised."""
+        if call.step is not None:
+            self._recorder.stop()
+        tensors = [local_of(tensor) for tensor in floating(outputs) if tensor.layout is torch.strided]
+        tensors = [tensor for tensor in tensors if not tensor.is_meta]
+        with call.recorded:
+            if not tensors or type(call.module) in self._on_purpose:
+                return
+            with undisturbed():
+                # A sum of finite values is finite in double precision.
+                wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+                flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
+                flag = flag.isfinite().logical_not()
+            if call.step is None and self._unread.serves(flag.device):
+                self._unread.add(flag, functools.partial(self._known, call.module.__class__), urgent=True)
+            elif bool(flag):
+                self._known(type(call.module), True)
+                if call.step is not None:
+                    self._explain_call(call, call.step, tensors)
+
+    def _known(self, kind: type, is_nonfinite: bool) -> None:
+        """Take note of a call whose outputs are known."""
+        if is_nonfinite and kind not in self._on_purpose:
+            self._nonfinite += 1
+            self._model = self._model or kind.__name__
+            if not self.found:
+                self._recorded = _RECORDED
+
+    def _explain_call(self, call: InferenceCall, step: RecordedStep, outputs: list[Tensor]) -> None:
+        found = self._explain(step, outputs)
+        self._recorded = 0
+        if found is None:
+            self._on_purpose.add(type(call.module))
+            self._nonfinite, self._model = 0, ""
+        else:
+            self.found.append(found)
+            self._tell(str(self.sentence))

@@ -1,0 +1,128 @@
+"""Whether a model may be called a second time: what its code writes to must be what `KeptState` puts back.
+
+Tensors, numpy arrays, plain containers and numbers of modules are put back. Files, globals and other objects are not,
+so a model whose code uses these is not called again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import logging
+import pathlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.diagnostics.kept_state import CONTAINERS
+from autoamp.tensors import PLAIN_TYPES
+
+__all__ = ["why_not_again"]
+
+_LIBRARIES = frozenset(
+    ("torch", "autoamp", "numpy", "math", "einops", "functools", "itertools", "typing", "collections")
+)
+_VALUES = (Tensor, Module, torch.Generator, torch.memory_format, numpy.ndarray, numpy.generic, pathlib.PurePath)
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, logging.Logger)
+# What these names do outside of the process, or to objects whose contents are not known, is not undone.
+_WRITERS = frozenset(
+    ("open", "print", "input", "exec", "eval", "setattr", "delattr", "write", "writelines", "write_text", "write_bytes",
+     "put", "send", "sendall", "dump", "save", "savez", "tofile", "flush")
+)  # fmt: skip
+
+
+def why_not_again(module: Module) -> str | None:
+    """Return why calling a module once more is not safe; None if it is."""
+    for part in module.modules():
+        hooks = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
+        for hook in (hook for each in hooks for hook in each.values()):
+            # Those of torch normalize weights.
+            if not _is_of_library(hook):
+                return f"{type(part).__name__} has hooks of the program, which would run again"
+    known: set[types.CodeType] = set()
+    for part in module.modules():
+        if not _is_of_library(type(part)):
+            for function in _functions_of(type(part), "forward"):
+                if name := _unsafe_name(function, part, known):
+                    return (
+                        f"{type(part).__name__} uses {name}, so that it is not called again: what a second call "
+                        "would write could not be undone"
+                    )
+    return None
+
+
+def _is_of_library(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or type(value).__module__).partition(".")[0] in _LIBRARIES
+
+
+def _functions_of(kind: type, *names: str) -> Iterator[types.FunctionType]:
+    """Yield functions of a class of the program, all if no names are given."""
+    for base in kind.__mro__:
+        for name, value in vars(base).items() if not _is_of_library(base) and base is not object else ():
+            function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType) and (not names or name in names):
+                yield function
+
+
+def _unsafe_name(function: types.FunctionType, module: Module | None, known: set[types.CodeType]) -> str | None:
+    """Return the first name in a function, and in those of the program that it uses, whose use cannot be undone."""
+    if function.__code__ in known:
+        return None
+    known.add(function.__code__)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    outer = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    for code in _codes(function.__code__):
+        for step in dis.get_instructions(code):
+            name, value = str(step.argval), None
+            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+                step.argval in _WRITERS and isinstance(step.argval, str)
+            ):
+                return name
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                value = function.__globals__.get(name, getattr(builtins, name, None))
+            elif step.opname == "LOAD_DEREF":
+                value = outer.get(name)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and module is not None:
+                value = vars(module).get(name, getattr(type(module), name, None))
+            if not _is_safe(value):
+                return name
+            used = [value] if isinstance(value, types.FunctionType) else []
+            used += _functions_of(value) if isinstance(value, type) and not _is_of_library(value) else []
+            for inner in used:
+                owner = module if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
+                if not _is_of_library(inner) and (found := _unsafe_name(inner, owner, known)):
+                    return found
+    return None
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return bool(cell) or cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_safe(value: Any) -> bool:
+    """Whether `KeptState` puts a value back, or nothing can be written to it."""
+    if isinstance(value, (*_VALUES, *_CODE, property, classmethod, staticmethod)) or type(value) in PLAIN_TYPES:
+        return True
+    if type(value) in CONTAINERS or isinstance(value, tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return all(type(item) in PLAIN_TYPES or isinstance(item, _VALUES) or _is_code(item) for item in items)
+    return _is_of_library(value) or _is_code(value)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, _CODE)
