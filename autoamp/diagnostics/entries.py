@@ -98,7 +98,7 @@ def entries_for(tape: Tape, op: Op, own: tuple[str, ...]) -> Iterator[Entry]:
         if not set(earlier.place.names) <= set(names):
             names = tuple(dict.fromkeys((*names, *earlier.place.names)))
             found.append(Entry(names))
-    yield from (entry for entry in (*found, *module_entries(op)) if keeps_products(tape, entry))
+    yield from (entry for entry in (*found, *module_entries(op)) if keeps_products(tape, entry.acts_on))
 
 
 def module_entries(op: Op) -> list[Entry]:
@@ -107,10 +107,10 @@ def module_entries(op: Op) -> list[Entry]:
     return [Entry(module=name) for name in names][:_MAX_MODULES]
 
 
-def keeps_products(tape: Tape, entry: Entry) -> bool:
-    """Whether an entry leaves products of the step in half precision, if there are any."""
+def keeps_products(tape: Tape, chosen: Choice) -> bool:
+    """Whether products of the step stay in half precision, if there are any, without some operators."""
     products = [op for op in tape.ops if op.phase != "backward" and is_half(op) and is_product(op)]
-    return not products or not all(map(entry.acts_on, products))
+    return not products or not all(map(chosen, products))
 
 
 def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:

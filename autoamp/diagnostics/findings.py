@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with
+from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with, is_half
 from autoamp.diagnostics.evidence import Evidence
 from autoamp.diagnostics.op_names import CASTS
 from autoamp.diagnostics.origins import Followed, Origin, bare_op
@@ -153,7 +153,9 @@ def half_precision_finding(step: Evidence, origin: Origin, wide: Followed) -> Ov
         names = tuple(dict.fromkeys((*names, *(name for place in places for name in place.names))))
         casts = [str(place.location) for place in places if place.function in CASTS]
     entries = entries_for(step.tape, origin.op, names)
-    entry = next((one for one in entries if _heals(step, one)), None) or _with_later_ops(step, Entry(names))
+    entry = next((one for one in entries if _heals(step, one)), None)
+    if entry is None and names and is_half(origin.op):
+        entry = _with_later_ops(step, Entry(names))
     if entry is not None:
         advice = entry.advice(origin.place.in_place and set(entry.names) >= set(names))
         return replace(found, suggestion=advice, fp32_names=entry.names, fp32_module=entry.module)
@@ -167,9 +169,9 @@ def half_precision_finding(step: Evidence, origin: Origin, wide: Followed) -> Ov
 
 def _with_later_ops(step: Evidence, entry: Entry) -> Entry | None:
     """Return an entry with the ops for which its results are too large; None if that is not enough."""
-    for _ in range(_MAX_LATER_OPS if entry.names else 0):
+    for _ in range(_MAX_LATER_OPS):
         left = _causes(step, _run_with(step, entry, 1.0 / max(step.scale, 1.0)))
-        if not left or set(left[0].place.names) <= set(entry.names):
+        if not left or left[0].op is None or not is_half(left[0].op) or set(left[0].place.names) <= set(entry.names):
             return None
         entry = Entry(tuple(dict.fromkeys((*entry.names, *left[0].place.names))))
         if _heals(step, entry):
@@ -183,11 +185,13 @@ def _run_with(step: Evidence, entry: Entry, factor: float) -> Followed:
 
 def _heals(step: Evidence, entry: Entry) -> bool:
     """Whether a step is finite with an entry, and its gradients are those of fp32."""
-    # At the scale of the step gradients may be too large, and without it too small.
-    for factor in dict.fromkeys((1.0, 1.0 / max(step.scale, 1.0))):
+    # Without the scale gradients may be too small.
+    for factor in dict.fromkeys((1.0 / max(step.scale, 1.0), 1.0)):
         run = _run_with(step, entry, factor)
-        if not _causes(step, run):
-            return _has_gradients_of(step, run.rerun, Rerun(step.tape, everything, factor=factor).finish())
+        if _causes(step, run):
+            return False
+        if _has_gradients_of(step, run.rerun, Rerun(step.tape, everything, factor=factor).finish()):
+            return True
     return False
 
 

@@ -182,9 +182,10 @@ def find_rounding(step: Evidence, errors: Errors, wide: Rerun) -> Rounding | Non
         before = [op] if is_half(op) else []
         before += [one for one in half_ops_before(step.tape, op) if one.phase == "forward" and not one.place.is_cast]
         lines = list(dict.fromkeys(_line_of(step.tape, one) for one in before))[:_MAX_LINES]
-        if (found := _fewest(lines, left)) is None:
+        found = _fewest(lines, left)
+        # Close to its minimum a model of one layer has gradients of nothing but rounding.
+        if found is None or not keeps_products(step.tape, chosen := _any_of(found)):
             continue
-        chosen = _any_of(found)
         ops = [one for one in before if chosen(one)]
         return Rounding(
             tuple((one.function, _module_of(one, ops), one.location) for one in found), dtype_name(step.half_dtype),
@@ -219,7 +220,7 @@ def _entry_for(tape: Tape, ops: list[Op], left: Callable[[Choice, bool], float])
     names = tuple(dict.fromkeys(name for op in ops for name in op.place.names))
     entries: list[Entry] = [*([Entry(names)] if names else ()), *module_entries(ops[-1])]
     for entry in entries:
-        if keeps_products(tape, entry) and left(entry.acts_on, entry.module is not None) <= _LEFT:
+        if keeps_products(tape, entry.acts_on) and left(entry.acts_on, entry.module is not None) <= _LEFT:
             return entry
     return None
 

@@ -19,7 +19,6 @@ MAX_METHODS, MAX_ATTRIBUTES = 25, 15
 # Larger ones, which may shrink. What users call is one class; private names of torch are data; others are to be split.
 LARGE = {
     "torch_private.py", "runtime/handle.py", "BaseHandle in runtime/handle.py", "Runtime in runtime/runtime.py",
-    "diagnostics/consistency.py",
 }  # fmt: skip
 
 # A package imports only from floors below its own, and only what an `__init__` there exports.

@@ -222,6 +222,20 @@ def test_the_rounding_of_many_layers_is_no_fault(model: str, dtype: torch.dtype)
     assert report_of(Deep, clean=True, dtype=dtype)["roundings"] == []
 
 
+def test_a_model_of_one_layer_close_to_its_minimum_is_silent() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(16, 4), torch.randn(64, 16)
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0, trace_overflow=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.03)
+    handle.record(sample=False)
+    for _ in range(257):
+        optimizer.zero_grad()
+        with handle.scale_loss(F.mse_loss(net(x).float(), x @ torch.ones(16, 4) * 0.3), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert handle.report()["roundings"] == []
+
+
 SCRIPT = """
 import sys
 import torch
