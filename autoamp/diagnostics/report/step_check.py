@@ -92,16 +92,16 @@ class StepCheck:
             wrong = [name for name, error in errors.parameters.items() if error > _FAR]
             if origin is not None and wrong:
                 overflow = half_precision_finding(evidence, origin, evidence.follow(everything))
-                self._add_fault(replace(overflow, iteration=step, parameter=wrong[0]), wrong)
+                self._add_fault(overflow, step, wrong)
             rounding = find_rounding(evidence, errors, wide) if origin is None else None
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
                 self.roundings.append((step, rounding))
 
-    def _add_fault(self, overflow: Overflow, wrong: list[str]) -> None:
+    def _add_fault(self, overflow: Overflow, step: int, wrong: list[str]) -> None:
         if overflow.place not in [known.overflow.place for known in self.faults]:
             names = first_of(wrong, 4)
             sentence = f"{overflow.cause}; the step was taken, and the gradients of {names} are not those of fp32"
-            self.faults.append(Fault(sentence, overflow))
+            self.faults.append(Fault(sentence, replace(overflow, iteration=step, parameter=wrong[0])))
 
 
 def _overflows_in_half(origin: Origin) -> bool:
