@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoamp.errors import UsageError
-from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, writes_of, written
-from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
+from autoamp.tape.contents import Op, Place, Seed, Tape, iter_refs, writes_of, written
+from autoamp.tape.memories import Full, Memories, NotOnTape, NoValues
+from autoamp.tensors import PLAIN_TYPES, iter_tensors
 from autoamp.torch_private import (
     OperatorMode,
     OpOverload,
@@ -34,7 +34,6 @@ from autoamp.torch_private import (
     number_of_nodes,
     remove_modes,
     schema_of,
-    undisturbed,
 )
 
 __all__ = ["MAX_BYTES", "Recording", "record"]
@@ -71,7 +70,7 @@ class _Traits(NamedTuple):
 @functools.cache
 def _traits_of(func: Any) -> _Traits:
     if not isinstance(func, OpOverload):
-        raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
+        raise NotOnTape(f"{func} is not an operator of a kind that can run again")
     return _Traits(
         str(schema_of(func).name),
         func.namespace in _COLLECTIVES,
@@ -89,101 +88,6 @@ def _draws(func: Any, args: Any) -> bool:
         if argument.name in _NOT_RANDOM and value == _NOT_RANDOM[argument.name]:
             return False
     return True
-
-
-class _NotOnTape(Exception):
-    """An operator cannot be recorded. The message says why."""
-
-
-class _Full(_NotOnTape):
-    """The tape holds as much as it may."""
-
-
-class _NoValues(Exception):
-    """A tensor is on the meta device, where nothing is computed."""
-
-
-class _Memories:
-    """The memories of a tape, and what is known of their values.
-
-    Args:
-        tape: Where values from outside go.
-        limit: How many bytes it may hold.
-    """
-
-    def __init__(self, tape: Tape, limit: float) -> None:
-        self._tape = tape
-        self._limit = limit
-        self._numbers = tape.memories
-        self._versions: list[int] = []
-        # The values that are not copied, by memory.
-        self._loads: dict[int, list[Load]] = {}
-        # Their values were written by what the tape cannot run again.
-        self._unknown: set[int] = set()
-        self._made: set[int] = set()
-
-    def read(self, tensor: Tensor) -> Ref:
-        """Return the `Ref` of an argument. A value that no operator made is loaded."""
-        if tensor.is_conj() or tensor.is_neg():
-            raise _NotOnTape("a tensor is conjugated or negated lazily")
-        if tensor.is_meta:
-            raise _NoValues
-        number, is_new = self._number(tensor)
-        if is_new or number in self._unknown or (version_of(tensor) or 0) > self._versions[number]:
-            self._load(number, tensor)
-        return ref_to(number, tensor)
-
-    def made(self, tensor: Tensor, *, is_recorded: bool, is_write: bool = False) -> Ref:
-        """Return the `Ref` of a result, or of an argument that was written to."""
-        number, is_new = self._number(tensor)
-        if is_new:
-            self._made.add(number)
-        # torch counts a write once the operator has returned to autograd.
-        self._versions[number] = max(self._versions[number], (version_of(tensor) or 0) + is_write)
-        if is_recorded:
-            self._unknown.add(number)
-        return ref_to(number, tensor)
-
-    def keep(self, number: int) -> None:
-        """Keep the values that a memory was loaded with: an operator is about to write to it."""
-        if loads := self._loads.pop(number, []):
-            with undisturbed():
-                copied = loads[0].origin.clone()
-            for load in loads:
-                load.storage, load.owner = copied, None
-            self._grow(copied.nbytes())
-
-    def _number(self, tensor: Tensor) -> tuple[int, bool]:
-        """Return the number of a tensor's memory, and whether it is new."""
-        kind = type(tensor)
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise _NotOnTape(f"a tensor is a {kind.__name__}")
-        # A storage that is referred to weakly keeps its address to itself, so that no other one has it later.
-        storage = StorageWeakRef(tensor.untyped_storage())
-        number = self._numbers.setdefault(storage, len(self._versions))
-        is_new = number == len(self._versions)
-        if is_new:
-            self._versions.append(version_of(tensor) or 0)
-        return number, is_new
-
-    def _load(self, number: int, tensor: Tensor) -> None:
-        loads = self._loads.setdefault(number, [])
-        if any(load.owner is None or load.is_stale for load in loads):
-            raise _NotOnTape("a tensor was written to, and no operator of this thread did that")
-        is_made, storage, version = number in self._made, tensor.untyped_storage(), version_of(tensor)
-        # A tensor with a graph would keep that alive.
-        owner = tensor if tensor.grad_fn is None else None
-        loads.append(Load(number, tensor.dtype, storage, storage, owner, version, is_made))
-        self._tape.events.append(loads[-1])
-        self._unknown.discard(number)
-        self._versions[number] = max(self._versions[number], version or 0)
-        if is_made:
-            self._grow(storage.nbytes())
-
-    def _grow(self, size: int) -> None:
-        self._tape.nbytes += size
-        if self._tape.nbytes > self._limit:
-            raise _Full(f"the tape would hold more than {self._limit / 2**20:g} MiB")
 
 
 class _Recorder(OperatorMode or object):  # type: ignore[misc]
@@ -204,7 +108,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         self._tape = tape
         self._where = where
         self._look = look
-        self._memories = _Memories(tape, limit)
+        self._memories = Memories(tape, limit)
         self._is_full = False
         # Whether a backward pass is about to begin.
         self._begins_backward = False
@@ -234,7 +138,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         """
         if why is not None:
             with self._guarded():
-                raise _NotOnTape(why)
+                raise NotOnTape(why)
         self._is_full = True
 
     @contextlib.contextmanager
@@ -260,10 +164,10 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         try:
             with self._lock:
                 yield
-        except _NoValues:
+        except NoValues:
             pass
-        except _NotOnTape as error:
-            reason, self._is_full = str(error), isinstance(error, _Full)
+        except NotOnTape as error:
+            reason, self._is_full = str(error), isinstance(error, Full)
         except NotImplementedError:
             # So do sparse and opaque tensors answer who asks for their memory.
             reason = "a tensor has no memory of its own, as a sparse one"
@@ -308,7 +212,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
             return {name: self._refs(item, is_recorded, read) for name, item in value.items()}
         if is_recorded:
             return None
-        raise _NotOnTape(f"an argument is a {type(value).__name__}")
+        raise NotOnTape(f"an argument is a {type(value).__name__}")
 
     def _end(self, op: Op, read: _Read, args: Any, kwargs: Any, result: Any) -> None:
         traits, computes = _traits_of(op.func), False
@@ -332,7 +236,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
     def _results(self, result: Any, is_recorded: bool) -> Any:
         if isinstance(result, Tensor):
             if result.is_meta:
-                raise _NoValues
+                raise NoValues
             return self._memories.made(result, is_recorded=is_recorded)
         if isinstance(result, (list, tuple)):
             return [self._results(item, is_recorded) for item in result]

@@ -230,7 +230,7 @@ def _coverage(recording: Recording) -> list[str]:
     check, found = recording.check, []
     if check.unchecked is not None:
         found.append(
-            f"some steps were not compared with fp32 ({check.unchecked}): an op that overflows there without a skipped "
+            f"some steps were not compared with fp32 ({check.unchecked}): an op that overflows or rounds there without a skipped "
             "step is not found"
         )
     if graphs := compiled_graphs():
