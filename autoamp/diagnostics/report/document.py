@@ -230,8 +230,8 @@ def _coverage(recording: Recording) -> list[str]:
     check, found = recording.check, []
     if check.unchecked is not None:
         found.append(
-            f"some steps were not compared with fp32 ({check.unchecked}): an op that overflows or rounds there without a skipped "
-            "step is not found"
+            f"some steps were not compared with fp32 ({check.unchecked}): an op that overflows there without a "
+            "skipped step, or rounds, is not found"
         )
     if graphs := compiled_graphs():
         found.append(
