@@ -95,7 +95,11 @@ class Subscriber:
         """``Optimizer.__init__`` or ``__setstate__`` has returned. That of a subclass may go on."""
 
     def around_step(self, step: Function) -> Function:
-        """``step`` of a class of optimizers of torch, called with the optimizer."""
+        """``step`` of a class of optimizers of torch, called with the optimizer.
+
+        A call may come twice, nested: that of torch's wrapper, which runs hooks, and that of the step within it. What
+        was bound before torch was patched calls the second alone.
+        """
 
     def unguarded_step(self, optimizer: Any) -> None:
         """An optimizer without a guard is about to step."""

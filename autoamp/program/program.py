@@ -25,8 +25,8 @@ class Program:
         self.subscribers: Sequence[Subscriber] = ()
         self._hears: dict[str, list[Callable[..., Any]]] = {}
         self._steps: StepPatches | None = None
-        # The points that `patch` found heard, and the patches of those that `update` did.
-        self._patched: set[tuple[int, str | None]] = set()
+        # The points that `patch` found heard, None where torch is not patched; the patches of those that `update` did.
+        self._patched: set[tuple[int, str | None]] | None = None
         self._later = PatchSet()
 
     def subscribe(self, *subscribers: Subscriber) -> None:
@@ -55,13 +55,14 @@ class Program:
             ``id(original) -> (original, replacement)`` of the functions of modules, which programs may hold by name.
         """
         replaced: dict[int, tuple[Any, Any]] = {}
+        self._patched = set()
+        if around := self._hears.get("around_step"):
+            self._steps = StepPatches(around, patches)
         for point in points():
             if self._is_heard(point):
                 self._patched.add((id(point.owner), point.name))
                 replaced |= self._hear(point, patches)
         patches.when_imported(LATE_MODULE, lambda _: self.update())
-        if around := self._hears.get("around_step"):
-            self._steps = StepPatches(around, patches)
         for owner, name, build in functions:
             replaced |= _replace(owner, name, build, patches)
         return replaced
@@ -69,7 +70,7 @@ class Program:
     def update(self) -> None:
         """Patch torch for subscribers that began to listen, and restore what only those heard that stopped."""
         self._later.restore()
-        if self._patched:
+        if self._patched is not None:
             with self._later.all_or_nothing():
                 for point in points():
                     if (id(point.owner), point.name) not in self._patched and self._is_heard(point):
@@ -77,7 +78,7 @@ class Program:
 
     def restore(self) -> None:
         """Restore what is not in the patches that `patch` was given."""
-        self._patched.clear()
+        self._patched = None
         if self._steps is not None:
             self._steps.restore()
             self._steps = None
@@ -87,6 +88,9 @@ class Program:
         if point.owner is None or point.name is None:
             # This torch has no such thing; `torch_private` says what goes without.
             return False
+        if point.event is Subscriber.optimizer_made and self._steps is not None:
+            # Told to `_class_made`.
+            return True
         return any(one.is_listening for one in self.subscribers if _overrides(one, point.event.__name__))
 
     def _hear(self, point: Point, patches: PatchSet) -> dict[int, tuple[Any, Any]]:

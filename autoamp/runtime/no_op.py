@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.diagnostics import Observer, Overflow, Recording, Watch
+from autoamp.diagnostics import Followers, Observer, Overflow, Recording, Watch
 from autoamp.kernels import Backend
 from autoamp.program import listen
 from autoamp.rules import CastTable
@@ -28,7 +28,7 @@ class NoOpHandle(BaseHandle):
 
     def __init__(self) -> None:
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0))
-        self._following: contextlib.ExitStack | None = None
+        self._listening = contextlib.ExitStack()
 
     @property
     def _active_runtime(self) -> Runtime:
@@ -39,9 +39,7 @@ class NoOpHandle(BaseHandle):
 
     def deactivate(self) -> tuple[str, ...]:
         """Call the functions of `follow` no more."""
-        if self._following is not None:
-            self._following.close()
-            self._following = None
+        self._listening.close()
         return super().deactivate()
 
     def observe(self, observer: Observer) -> Watch:
@@ -74,11 +72,10 @@ class NoOpHandle(BaseHandle):
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers or averages of weights after each step of an optimizer of torch: none is skipped."""
-        calls = self._runtime.followers
-        end = calls.follow(followers)
-        if self._following is None:
-            self._following = listen(optimizer_returned=lambda *_: calls.step_ended(Step()))
-        return end
+        calls = Followers()
+        calls.follow(followers)
+        listening = listen(optimizer_returned=lambda *_: calls.step_ended(Step()))
+        return self._listening.enter_context(listening).close
 
     def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
         """Return None."""
