@@ -27,7 +27,8 @@ def test_a_skipped_step_changes_neither_weights_nor_state_of_the_optimizer() -> 
 
 
 def _state(training: Training) -> dict[str, torch.Tensor]:
-    return training.optimizer.state[training.model.weight]
+    state: dict[str, torch.Tensor] = training.optimizer.state[training.model.weight]
+    return state
 
 
 def test_the_scale_doubles_after_2000_steps_without_an_overflow() -> None:
