@@ -434,3 +434,12 @@ def test_inference_from_many_threads(handle: autoamp.Handle) -> None:
         thread.join()
     assert not wrong
     assert len(handle.cache) == 0
+
+
+def test_an_exception_within_inference_leaves_no_cast(handle: autoamp.Handle) -> None:
+    model = nn.Linear(4, 4)
+    with contextlib.suppress(KeyError), torch.no_grad(), handle.inference(model):
+        model(torch.randn(3, 4))
+        assert len(handle.cache) == 2
+        raise KeyError
+    assert len(handle.cache) == 0

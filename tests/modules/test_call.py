@@ -63,24 +63,6 @@ def test_fp16_inside_fp32_inside_fp16(handle: autoamp.Handle) -> None:
     assert [watch.returned for watch in watches(outer)] == [[FP32], [HALF], [HALF], [FP32]]
 
 
-def test_nested_arguments_are_cast_and_never_mutated(handle: autoamp.Handle) -> None:
-    seen = []
-
-    def note(pair: Any, *, mapping: Any, number: int) -> Any:
-        seen.append((pair[0].dtype, pair[2].dtype, mapping["a"][0].dtype, mapping["i"].dtype, number))
-        return pair
-
-    pair = [torch.ones(2).half(), None, torch.eye(3).to_sparse().half()]
-    mapping = {"a": (torch.ones(2).half(),), "i": torch.ones(2, dtype=torch.int64)}
-    model = Calls(note)
-    with handle.override(model, "fp32"):
-        returned = model(pair, mapping=mapping, number=3)
-    assert seen == [(FP32, HALF, FP32, torch.int64, 3)]
-    assert returned[0].dtype == FP32
-    assert pair[0].dtype == HALF
-    assert mapping["a"][0].dtype == HALF
-
-
 def test_disable_casts_and_autocast_regions_beat_an_override(handle: autoamp.Handle) -> None:
     model = Watch()
     for around, dtype in ((handle.disable_casts(), FP32), (torch.autocast("cpu", torch.bfloat16), torch.bfloat16)):

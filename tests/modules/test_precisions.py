@@ -72,20 +72,6 @@ def test_undo_twice_and_in_any_order(handle: autoamp.Handle) -> None:
     assert not runtime_of(handle).precisions.any
 
 
-def test_deactivate_undoes_everything(handle: autoamp.Handle) -> None:
-    model = Outer()
-    outer, inner = handle.override(model, "fp32"), handle.override(model.middle, "fp16")
-    assert computed(model) == [FP32, HALF, HALF, FP32]
-    outer.undo()
-    assert set(computed(model)) == {HALF}
-    handle.deactivate()
-    assert not marks(model)
-    inner.undo()
-    assert set(computed(model)) == {FP32}
-    start()
-    assert set(computed(model)) == {HALF}
-
-
 # -- copies --
 
 

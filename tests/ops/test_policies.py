@@ -440,28 +440,6 @@ def test_a_rule_casts_an_in_place_form_to_half_where_it_names_that_form(half: to
         assert torch.equal(result, value.to(half).float())
 
 
-SUMS_IN_PLACE = {
-    "addmm_": lambda c, v: c.addmm_(v[:, None], v[None]),
-    "addmv_": lambda c, v: c[0].addmv_(v[None] * v[:, None], v),
-    "addr_": lambda c, v: c.addr_(v, v),
-    "addbmm_": lambda c, v: c.addbmm_(v[None, :, None], v[None, None]),
-    "baddbmm_": lambda c, v: c[None].baddbmm_(v[None, :, None], v[None, None]),
-}
-
-
-@pytest.mark.parametrize("name", SUMS_IN_PLACE)
-def test_sums_of_products_in_place_are_exact(half: torch.dtype, name: str) -> None:
-    autoamp.init(device_type="cpu", dtype=half)
-    c, v = torch.zeros(2, 2), torch.full((2,), 0.5)
-    for _ in range(1000):
-        SUMS_IN_PLACE[name](c, v)
-    assert c.dtype == FP32
-    assert c[0].tolist() == [250.0, 250.0]
-    narrow = torch.zeros(2, 2, dtype=half)
-    SUMS_IN_PLACE[name](narrow, v.to(half))
-    assert narrow[0].tolist() == [0.25, 0.25]
-
-
 def test_in_place_promotion(handle: autoamp.Handle) -> None:
     h, f = torch.ones(3, dtype=HALF), torch.full((3,), 2.0)
     index = torch.tensor([0, 1, 1])
@@ -477,28 +455,6 @@ def test_in_place_promotion(handle: autoamp.Handle) -> None:
         assert call(x) is x
         assert x.dtype == start_value.dtype
         assert x.tolist() == result
-
-
-@pytest.mark.parametrize(
-    ("in_place", "functional"),
-    [
-        (lambda y: y.exp_(), lambda y: torch.exp(y)),
-        (lambda y: y.pow_(3), lambda y: torch.pow(y, 3)),
-        (lambda y: y.reciprocal_(), lambda y: torch.reciprocal(y)),
-    ],
-    ids=["exp", "pow", "reciprocal"],
-)
-@pytest.mark.parametrize("dtype", [HALF, FP32], ids=str)
-def test_autograd_through_in_place(handle: autoamp.Handle, in_place: Any, functional: Any, dtype: torch.dtype) -> None:
-    values = torch.rand(3, 3).to(dtype) + 1
-    gradients = []
-    for function in (in_place, lambda y: functional(y).to(dtype)):
-        leaf = values.clone().requires_grad_()
-        result = function(leaf * 2)
-        assert result.dtype == dtype
-        result.float().sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients)
 
 
 def test_in_place_errors_are_torch_s_own(handle: autoamp.Handle) -> None:

@@ -69,15 +69,6 @@ def test_deactivate_within_a_block_leaves_true_gradients(training: Training, han
 # -- scale_loss --
 
 
-def test_the_scaled_loss_is_fp32_times_the_scale(training: Training) -> None:
-    handle = init(loss_scale=128.0)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        loss = torch.tensor(1.5, dtype=dtype, requires_grad=True)
-        with handle.scale_loss(loss, []) as scaled:
-            assert (scaled.dtype, scaled.item()) == (torch.float32, 192.0)
-        assert loss.item() == 1.5
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [

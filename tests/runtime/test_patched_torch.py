@@ -420,3 +420,18 @@ def test_a_call_in_progress_ends_well_when_its_handle_is_deactivated() -> None:
             return F.linear(x, x)
 
     assert Deactivates()(ones()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("failing", ["name", "function that torch lacks"])
+def test_a_first_init_that_fails_leaves_torch_untouched(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(vars(F)), dict(vars(Tensor))
+    scripted = dict(_get_builtin_table())
+    if failing == "name":
+        stubborn(monkeypatch, lin=F.linear)
+    else:
+        monkeypatch.delattr(torch.nn.utils, "clip_grad_value_")
+    with pytest.raises((RuntimeError, AttributeError), match=r"half way|clip_grad_value_"):
+        init()
+    assert autoamp.current_handle() is None
+    assert (dict(vars(F)), dict(vars(Tensor))) == before
+    assert _get_builtin_table() == scripted

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, StaticLossScaler
 from autoamp.stepping import StepGuard, scaled_block
 from tests.stepping.guarded import Setup, guard_of, scale_loss
@@ -32,35 +33,7 @@ def test_without_checks_there_is_no_pass(reads: list[int], passes: list[str]) ->
     assert setup.param.tolist() == [1.0 - 0.5 - 1.0] * 2
 
 
-# -- several blocks a step --
-
-
-def test_blocks_of_several_scalers_add_up() -> None:
-    setup = Setup()
-    other = StaticLossScaler(8.0)
-    # Gradients from outside of a block join in.
-    (setup.param * 3.0).sum().backward()
-    setup.backward(1.0)
-    with scale_loss((setup.param * 2.0).sum(), setup.guard, other) as scaled:
-        assert setup.grad == [32.0, 32.0]
-        scaled.backward()
-    setup.param.grad = setup.param.grad  # Reading and setting is no change.
-    assert setup.grad == [6.0, 6.0]
-    setup.optimizer.step()
-    assert setup.param.tolist() == [-2.0, -2.0]
-    assert (setup.scaler.unskipped, other.unskipped) == (1, 1)
-
-
 # -- delay_unscale --
-
-
-def test_delayed_gradients_change_to_the_next_scale() -> None:
-    setup = Setup()
-    setup.backward(1.0, delay_unscale=True)
-    with scale_loss((setup.param * 2.0).sum(), setup.guard, StaticLossScaler(16.0)) as scaled:
-        assert setup.grad == [16.0, 16.0]
-        scaled.backward()
-    assert setup.grad == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("factor", [1.0, math.inf])
@@ -227,3 +200,13 @@ def test_a_delayed_block_may_leave_no_gradients() -> None:
         pass
     setup.optimizer.step()
     assert setup.scaler.unskipped == 0
+
+
+def test_blocks_of_one_optimizer_do_not_nest() -> None:
+    setup = Setup()
+    with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
+        scaled.backward()
+        with pytest.raises(UsageError, match="SGD is in a scale_loss block"):
+            setup.backward()
+        assert setup.grad == [1024.0, 1024.0]
+    assert setup.grad == [1.0, 1.0]

@@ -145,3 +145,15 @@ def test_what_a_closure_raises_comes_out(handle: autoamp.Handle) -> None:
     optimizer.add_param_group({"params": [program.param]})
     optimizer.step(program.closure)
     assert float(program.param) == 0.75
+
+
+def test_skips_in_a_row_are_counted_over_closures(handle: autoamp.Handle) -> None:
+    handle.max_consecutive_skips = 3
+    program = Program(float("inf"))
+    optimizer = torch.optim.SGD([program.param], lr=0.5)
+    optimizer.step(program.closure)
+    optimizer.step(program.closure)
+    with pytest.raises(autoamp.NonFiniteGradientsError, match=r"3 steps of SGD in a row .* first in param_groups\[0\]"):
+        optimizer.step(program.closure)
+    assert float(program.param) == 1.0
+    assert program.calls == 3

@@ -22,20 +22,6 @@ from tests.stepping.networks import backward, data, equal, grads, loss_of, maste
 # -- values --
 
 
-def test_masters_start_from_the_fp32_values() -> None:
-    model = network()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = sgd(model.parameters())
-    o2(model, optimizer)
-    assert equal(masters(optimizer), before)
-    assert equal([p.detach() for p in model.parameters()], [b.half() for b in before])
-    for half, master in zip(model.parameters(), masters(optimizer), strict=True):
-        assert master_of(half) is master
-        assert master.requires_grad
-        assert master.is_leaf
-    assert master_of(nn.Linear(1, 1).weight) is None
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_that_no_wrapper_keeps_equal_begin_with_what_halves_hold(
     ranks: int, fake_ranks: Callable[[int], None]
@@ -255,6 +241,25 @@ def test_a_replaced_gradient_of_a_master_is_stepped_and_goes_with_that_of_the_pa
     param.grad = kept
     optimizer.step()
     assert param.tolist() == [[0.25] * 4]
+
+
+class Clamping(torch.optim.SGD):
+    """Clamps gradients in its step into new tensors."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in masters(self):
+            param.grad = None if param.grad is None else param.grad.clamp(max=0.0625)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["O2", "FP16_Optimizer"])
+def test_a_gradient_that_the_optimizer_replaces_in_its_step_is_stepped_and_cleared_at_the_model(way: str) -> None:
+    param, optimizer, backward = trained(way, make=Clamping)
+    for _ in range(2):
+        backward()
+        optimizer.step()
+        param.grad = None
+    assert param.tolist() == [[0.875] * 4]
 
 
 def test_an_fp16_optimizer_goes_by_a_replaced_gradient() -> None:

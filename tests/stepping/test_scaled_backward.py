@@ -322,15 +322,6 @@ def test_gradients_that_the_program_mends_within_the_block_are_its_own(
     pair.assert_moved(0.0, 0.0 if mended == "zeroed" else 1.0)
 
 
-def test_a_lazy_parameter_of_another_optimizer_is_in_no_graph(handle: autoamp.Handle, pair: Pair) -> None:
-    lazy = torch.optim.SGD(torch.nn.LazyLinear(4).parameters(), lr=0.1)
-    with handle.scale_loss(pair.loss(), [pair.one, pair.two]) as scaled:
-        scaled.backward()
-    pair.one.step()
-    pair.assert_moved(1.0, 0.0)
-    del lazy
-
-
 @pytest.mark.parametrize("clears", ["never", "in the block", "before the block"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_later_pass_is_not_added_to_scaled_gradients(level: str, clears: str) -> None:
@@ -501,3 +492,15 @@ def test_scaled_gradients_of_a_forgotten_optimizer_are_not_clipped(handle: autoa
         scaled.backward()
     with pytest.raises(UsageError, match="multiplied by the loss scale"):
         handle.clip_grad_norm_(two, 1.0)
+
+
+def test_a_closure_of_a_forgotten_optimizer_is_refused(handle: autoamp.Handle, pair: Pair) -> None:
+    def closure() -> Tensor:
+        loss = pair.loss()
+        with handle.scale_loss(loss, pair.one) as scaled:
+            scaled.backward()
+        return loss
+
+    with pytest.raises(UsageError, match="would use gradients"):
+        pair.two.step(closure)
+    pair.assert_moved(0.0, 0.0)
