@@ -97,6 +97,10 @@ class CastCache:
 
         The cast is kept where that is possible. Most callers come here from a parameter's second use on, and at the
         first call ``convert`` themselves: see `ThreadState.entries`.
+
+        Args:
+            parameter: fp32, of any shape.
+            convert: Returns a tensor in the half dtype, of the same shape; part of the graph if gradients are on.
         """
         grad = torch.is_grad_enabled()
         # `torch.jit.trace` would record a kept cast as a constant.
@@ -125,6 +129,10 @@ class CastCache:
         """Return ``convert(tensor)``, or the kept cast where this activation was the last that was cast.
 
         Not for a tensor without gradients: numpy or a collective may write to it without a new version.
+
+        Args:
+            tensor: A floating-point tensor that requires gradients, of any shape.
+            convert: Returns the tensor in the half dtype, as part of the graph.
         """
         last = self.local.last
         # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast

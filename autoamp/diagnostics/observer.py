@@ -68,10 +68,22 @@ class Observer:
         """A call begins. The returned value is passed to `after` or `failed` as ``state``."""
 
     def after(self, call: Call, state: Any, result: Any) -> None:
-        """A call returned ``result``."""
+        """A call returned.
+
+        Args:
+            call: The call.
+            state: What `before` returned for it.
+            result: What the function returned: tensors, or nested containers of them.
+        """
 
     def failed(self, call: Call, state: Any, error: BaseException) -> None:
-        """A call raised ``error``."""
+        """A call raised an exception, which goes on to the caller.
+
+        Args:
+            call: The call.
+            state: What `before` returned for it.
+            error: The exception.
+        """
 
     def ended(self) -> None:
         """The observation ended. Called once, also when the handle is deactivated."""
@@ -156,7 +168,12 @@ class Observation(Subscriber):
         return self.site_of(sys._getframe(1), self._thread.modules)
 
     def site_of(self, frame: types.FrameType | None, modules: tuple[Module, ...]) -> CallSite:
-        """Return the site of the innermost module, and of the first frame of the program from a frame outwards."""
+        """Return the site of the innermost module, and of the first frame of the program.
+
+        Args:
+            frame: Where the search for a frame of the program begins, outwards; None for no line.
+            modules: The modules whose calls run, the outermost first.
+        """
         path = self._paths.find(modules)
         frame = user_frame(frame)
         return CallSite(*path, *((None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)))
@@ -285,7 +302,14 @@ class OperatorObserver(Observer):
         stack.enter_context(self._operator_mode())
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> object:
-        """An operator of the program returned ``result``. A subclass overrides this."""
+        """An operator of the program returned. A subclass overrides this.
+
+        Args:
+            func: The operator, a `torch._ops.OpOverload`.
+            args: Its positional arguments.
+            kwargs: Its named arguments.
+            result: What it returned: tensors, or nested containers of them.
+        """
 
     def _operator_mode(self) -> Any:
         """Return a mode that calls `saw` after each operator of this thread, those of observers left out.

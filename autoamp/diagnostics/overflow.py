@@ -198,6 +198,10 @@ class OverflowTrace(StepWatch):
     def evidence(self, step: RecordedStep, scale: float) -> Evidence:
         """Return what a verdict on a step is found by.
 
+        Args:
+            step: The step, which recorded its operators.
+            scale: The loss scale of the step.
+
         Raises:
             CannotRerun: The step was not recorded.
         """

@@ -62,7 +62,12 @@ class Row:
     dtypes_out: Counter[str] = field(default_factory=Counter)
 
     def add_call(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Count a call and the dtypes of its tensors."""
+        """Count a call and the dtypes of its tensors.
+
+        Args:
+            inputs: The floating-point and complex tensors among its arguments.
+            outputs: Those among its results.
+        """
         self.calls += 1
         self.dtypes_in.update(dtype_name(tensor.dtype) for tensor in inputs)
         self.dtypes_out.update(dtype_name(tensor.dtype) for tensor in outputs)

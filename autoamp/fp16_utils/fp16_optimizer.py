@@ -231,7 +231,15 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         return norm
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
-        """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`."""
+        """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`.
+
+        Args:
+            group: The process group, ``torch.distributed.group.WORLD`` for all ranks.
+            replicas: How many of its ranks have the same parameters; None for all of them.
+
+        Raises:
+            UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
+        """
         self._asked = RequestedGroup.of(group, replicas)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:

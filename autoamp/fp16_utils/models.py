@@ -63,6 +63,10 @@ def convert_module(module: Module, dtype: torch.dtype) -> None:
     """Cast a module's own floating parameters, their gradients and its buffers to ``dtype``, in place.
 
     Those of its children are left as they are. The parameters stay the same objects, the buffers do not.
+
+    Args:
+        module: The module.
+        dtype: A floating-point dtype.
     """
     for parameter in module._parameters.values():
         if parameter is not None and parameter.is_floating_point():
@@ -78,6 +82,10 @@ def convert_network(network: Module, dtype: torch.dtype) -> Module:
     """Cast the floating parameters and buffers of a network to ``dtype``, in place, and return the network.
 
     Batch norms are left as they are, unless they have no parameters.
+
+    Args:
+        network: The network.
+        dtype: A floating-point dtype.
     """
     for module in network.modules():
         if not (isinstance(module, MODULES_OF_BATCH_NORM) and module.affine):

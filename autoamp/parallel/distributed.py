@@ -174,6 +174,10 @@ class DistributedDataParallel(Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module and return what it returns.
 
+        Args:
+            *inputs: What the module takes.
+            **kwargs: The same, by name.
+
         Raises:
             UsageError: A group of several processes was made after this wrapper.
         """

@@ -80,7 +80,12 @@ class LARC(torch.optim.Optimizer):
         self.optim.load_state_dict(state_dict)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients, as the wrapped optimizer does."""
+        """Clear the gradients, as the wrapped optimizer does.
+
+        Args:
+            *args: What its ``zero_grad`` takes.
+            **kwargs: The same, by name.
+        """
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

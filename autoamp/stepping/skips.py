@@ -29,7 +29,12 @@ class StepWatch:
         return False
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Hear of a loss whose backward pass is about to run, multiplied by a scale."""
+        """Hear of a loss whose backward pass is about to run, multiplied by a scale.
+
+        Args:
+            loss: The loss before it is multiplied, a scalar.
+            scale: The scale, which may be known to the device alone.
+        """
 
     def step_begins(self) -> None:
         """Hear that an optimizer is called."""
