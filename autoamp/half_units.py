@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import time
 
 import torch
 
@@ -32,7 +31,6 @@ ENVIRONMENT_VARIABLE = "AUTOAMP_HALF_UNITS"
 HALF_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 # oneDNN takes bf16 up to these limits too, by conversion to fp32.
 _LIMITS_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
-_WIDTH = 256
 
 
 def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False) -> bool:
@@ -138,10 +136,8 @@ def log_fp32(device_type: str) -> None:
 
 @functools.cache
 def warn_if_slow(dtype: torch.dtype, device_type: str) -> None:
-    """Warn once per process if the device has no units for a half dtype and a product takes longer than in fp32."""
+    """Warn once per process if the device has no units for a half dtype."""
     if dtype not in HALF_NAMES or has_units(dtype, device_type):
-        return
-    if _seconds(dtype, device_type, 3) < 1.1 * _seconds(torch.float32, device_type, 20):
         return
     other = torch.bfloat16 if dtype is torch.float16 else torch.float16
     remedy = (
@@ -149,19 +145,4 @@ def warn_if_slow(dtype: torch.dtype, device_type: str) -> None:
         if has_units(other, device_type)
         else "fp32 (enabled=False, or --opt-level O0)"
     )
-    warn_user(f"{missing_units(dtype, device_type)}: a product is slower than in fp32; use {remedy}")
-
-
-def _seconds(dtype: torch.dtype, device_type: str, repeats: int) -> float:
-    """Time a product, past all patches of torch: the shortest of some times.
-
-    A busy machine makes a short product longer by far more than a long one, so that it takes more repeats.
-    """
-    x = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device_type)
-    spent = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        # The item waits for the device.
-        torch.ops.aten.mm.default(x, x)[0, 0].item()
-        spent.append(time.perf_counter() - start)
-    return max(min(spent), 1e-9)
+    warn_user(f"{missing_units(dtype, device_type)}: half precision is slower than in fp32; use {remedy}")

@@ -146,7 +146,12 @@ class AutoScale(Subscriber):
             self._made_scaler = self._made_scaler or (self.active and scaler.is_enabled())
 
     def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
-        """Yield to a scaler of the program."""
+        """Yield to a scaler of the program.
+
+        Args:
+            scaler: What has scaled a loss.
+            outputs: The loss, or a container of losses.
+        """
         if self.active and scaler.is_enabled():
             self._used_scaler = True
             self.yield_to("torch.amp.GradScaler")

@@ -145,18 +145,13 @@ def _add_run(commands: Any) -> None:
         "run",
         help="run a program unmodified, in mixed precision",
         description=_RUN_HELP,
-        usage="autoamp run [options] script.py args...\n       autoamp run [options] -m module args...",
     )
     run.add_argument(
         "--dtype",
         choices=DTYPES,
         help="default: bf16 or fp16 if the device has units for it, else fp32; fp16 for a script that imports apex",
     )
-    run.add_argument(
-        "--device-type", help="the device whose tensors are cast: cuda, cpu, ...; default: the accelerator"
-    )
-    run.add_argument("--lists", action="append", default=[], metavar="LIST",
-                     help="a list set or file, over the project's own; repeatable")  # fmt: skip
+    _add_device_and_lists(run)
     run.add_argument("--opt-level", default="O1", choices=LEVELS, help=_LEVEL_HELP)
     run.add_argument(
         "--loss-scale",
@@ -194,12 +189,9 @@ def _add_profile(commands: Any) -> None:
         "profile",
         help="run a program in fp32, and show which of its values fp16 and bf16 cannot hold",
         description=_PROFILE_HELP,
-        usage="autoamp profile [options] script.py args...\n       autoamp profile [options] -m module args...",
     )
     profile.add_argument("--json", metavar="FILE", help="write all results to this file, as JSON")
-    profile.add_argument("--lists", action="append", default=[], metavar="LIST",
-                         help="a list set or file, over the project's own; repeatable")  # fmt: skip
-    profile.add_argument("--device-type", help="whose tensors: cuda, cpu, ...; default: the accelerator")
+    _add_device_and_lists(profile)
     _add_program(profile)
 
 
@@ -213,13 +205,13 @@ def _add_tune(commands: Any) -> None:
                       help="an op with a larger relative error in half precision is unsafe; default 0.05")  # fmt: skip
     tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
     tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
-    _add_program(tune)
+    _add_program(tune, "--metric NAME ")
 
 
 def _add_bisect(commands: Any) -> None:
     """Add the command ``bisect`` to a parser's commands."""
     which = "find which modules and ops must be fp32 for a program's metric"
-    _add_program(_searching(commands, "bisect", which, _BISECT_HELP, budget="1h"))
+    _add_program(_searching(commands, "bisect", which, _BISECT_HELP, budget="1h"), "--metric NAME ")
 
 
 def _searching(commands: Any, name: str, which: str, description: str, *, budget: str) -> argparse.ArgumentParser:
@@ -228,8 +220,6 @@ def _searching(commands: Any, name: str, which: str, description: str, *, budget
         name,
         help=which,
         description=description,
-        usage=f"autoamp {name} --metric NAME [options] script.py args...\n"
-        f"       autoamp {name} --metric NAME [options] -m module args...",
     )
     found.add_argument("--metric", required=True, metavar="NAME",
                        help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
@@ -240,18 +230,24 @@ def _searching(commands: Any, name: str, which: str, description: str, *, budget
     found.add_argument("--seed", type=int, default=0, help="the first of the runs' seeds; default 0")
     found.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
     found.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16 if the device has units for it")
-    found.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; default: the accelerator")
-    found.add_argument("--lists", action="append", default=[], metavar="LIST",
-                       help="a list set or file, over the project's own, to begin with; repeatable")  # fmt: skip
+    _add_device_and_lists(found)
     return found
 
 
-def _add_program(command: argparse.ArgumentParser) -> None:
+def _add_device_and_lists(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; default: the accelerator")
+    command.add_argument("--lists", action="append", default=[], metavar="LIST",
+                         help="a list set or file, over the project's own; repeatable")  # fmt: skip
+
+
+def _add_program(command: argparse.ArgumentParser, needed: str = "") -> None:
     """Add the program that a command runs, which ends its options."""
+    begin = f"{command.prog} {needed}[options]"
+    command.usage = f"{begin} script.py args...\n       {begin} -m module args..."
     command.add_argument("-m", dest="is_module", action="store_true", help="run a module, as python -m does")
     command.add_argument("program", help="the script, or the module")
     # Whatever follows is the program's own.
-    command.add_argument("args", nargs=argparse.REMAINDER)
+    command.add_argument("args", nargs=argparse.REMAINDER).required = False
 
 
 def _add_replay(commands: Any) -> None:
