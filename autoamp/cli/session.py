@@ -198,7 +198,7 @@ class Run:
         done = now.optimizers.counts
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
-            self._inherited = done.all, done.all_skipped
+            self._inherited = done.all, done.skipped
         self._began = time.perf_counter()
 
     def _note_parameters(self, handle: BaseHandle) -> None:
@@ -260,14 +260,14 @@ class Run:
     def _steps(self, now: Runtime) -> dict[str, Any]:
         """Return the report's values on steps and the loss scale."""
         counts, yielded_to, before = now.optimizers.counts, self._scaling.yielded_to, self._inherited
-        by_program = counts.own is not None or counts.own_scale is not None
-        ours = yielded_to is None and (counts.guarded > 0 or now.handle is not self.handle)
+        by_program = bool(counts.own) or counts.own_scale is not None
+        ours = yielded_to is None and (counts.steps > 0 or now.handle is not self.handle)
         if by_program:
-            yielded_to = "torch.amp.GradScaler" if counts.own is None else "FP16_Optimizer"
+            yielded_to = "FP16_Optimizer" if counts.own else "torch.amp.GradScaler"
         return {
             "loss_scale": counts.loss_scale(now.handle.loss_scale) if by_program or ours else None,
             "steps": counts.all - before[0],
-            "skipped": counts.all_skipped - before[1],
+            "skipped": counts.skipped - before[1],
             "nonfinite": now.nonfinite.total,
             "scaling_left_to": yielded_to,
             "unused_scaler": self._scaling.has_unused_scaler and counts.own_scale is None,

@@ -35,8 +35,8 @@ from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
 from autoamp.program import listen
-from autoamp.scaling import scaled_loss
-from autoamp.stepping import Skips, StepWatch, several_processes
+from autoamp.scaling import LossScaler, scaled_loss
+from autoamp.stepping import Skips, Step, StepWatch, several_processes
 from autoamp.tape import CannotRerun
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
@@ -125,17 +125,17 @@ class OverflowTrace(StepWatch):
         self._steps += 1
         self.recorder.end_step()
 
-    def step_known(
-        self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool
-    ) -> Overflow | None:
+    def step_known(self, skips: Skips, step: Step) -> Overflow | None:
         """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
         self._skips.add(skips)
-        if not skipped or scale is None:
+        scaler, scale, late = step.skipped_by, step.scale, step.is_late
+        if not isinstance(scaler, LossScaler):
             # Another optimizer may step by the same calls, and be skipped.
             if not late and len(self._skips) == 1:
                 self.recorder.forget()
             return None
-        is_fixed = next_scale is not None and next_scale >= scale
+        # The next scale is not that of a skip that is known late.
+        is_fixed = not late and scaler.loss_scale >= scale
         if self._is_recorded:
             found = self._explain(self.recorder.step, scale, late)
         elif torch.compiler.is_dynamo_compiling() or compiler_callback():

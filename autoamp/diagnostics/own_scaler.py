@@ -98,9 +98,9 @@ class OwnScaler(Subscriber):
             self._unread.add(flag, functools.partial(_tell_late, skips, skips.step, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):
             scale = scaler.get_scale()
-            skips.count(True, _scaler_after(scale * scaler.get_backoff_factor()), scale)
+            skips.end(skips.step, _scaler_after(scale * scaler.get_backoff_factor()), scale)
         elif guard is None and not skips.step.skipped:
-            skips.count(False)
+            skips.end(skips.step)
         if not self._called:
             self._optimizers.program.tell(Subscriber.step_ended, skips.step)
 
@@ -124,7 +124,7 @@ def _tell_late(skips: Skips, step: Step, reference: weakref.ref[Any], skipped: b
     scaler = reference()
     scale = scaler.get_scale() if skipped and scaler is not None else 1.0
     backoff = 1.0 if scaler is None else scaler.get_backoff_factor()
-    skips.tell(step, _scaler_after(scale), scale / backoff, skipped)
+    skips.end(step, _scaler_after(scale) if skipped else None, scale / backoff, late=True)
 
 
 def _is_compiling() -> bool:

@@ -91,7 +91,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard.install()
         if runtime is not None:
             runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
-            runtime.optimizers.note_own(self._guard.skips, self.loss_scaler)
+            runtime.optimizers.counts.add_own(self.loss_scaler)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -291,7 +291,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         pairs = matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
         load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self._guard.skips.step.skipped = overflow
+        self._guard.skips.step.skipped_by = self.loss_scaler if overflow else None
         with torch.no_grad():
             for master, value in pairs:
                 master.copy_(value)
@@ -371,8 +371,7 @@ class _Owner:
     def step_begins(self, guard: StepGuard) -> None:
         """Let the active handle count this optimizer's steps."""
         if (optimizers := _optimizers()) is not None:
-            optimizers.watch.step_begins()
-            optimizers.note_own(guard.skips, self.scalers[0])
+            optimizers.own_step_begins(guard.skips, self.scalers[0])
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Let the active handle raise UsageError if a block of it has left gradients of this optimizer scaled."""
@@ -394,7 +393,9 @@ class _Owner:
             optimizers.step_ended(guard)
 
     def step_skipped(self) -> None:
-        """Do nothing: the handle counts the skips of such optimizers by themselves."""
+        """Let the active handle count a skip."""
+        if (optimizers := _optimizers()) is not None:
+            optimizers.step_skipped()
 
     def requested_group(self, optimizer: Any) -> RequestedGroup | None:
         """Return the group that was asked for, of the optimizer itself or of the active handle."""

@@ -350,7 +350,7 @@ class BaseHandle:
 
     @property
     def skipped_steps(self) -> int:
-        """How many optimizer steps were skipped because gradients overflowed."""
+        """How many steps of all optimizers were skipped because gradients overflowed."""
         return self._runtime.optimizers.counts.skipped
 
     @property
@@ -375,10 +375,9 @@ class BaseHandle:
         run, counts = self._runtime, self._runtime.optimizers.counts
         run.nonfinite.own_scaler.catch_up()
         # Waits for the device: only then scalers know of the last steps.
-        skipped = counts.all_skipped
+        skipped = counts.skipped
         # Scalers of a handle that guards no optimizer say nothing.
-        ours = run.optimizers.scalers if counts.own is None or counts.steps else []
-        scalers = [*ours, *(() if counts.own is None else counts.own.losses)]
+        scalers = [*(run.optimizers.scalers if run.optimizers.guards or not counts.own else ()), *counts.own]
         return {
             "loss_scale": counts.loss_scale(self.loss_scale),
             "loss_scales": [scaler.loss_scale for scaler in scalers],

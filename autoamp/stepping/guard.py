@@ -269,7 +269,7 @@ class StepGuard:
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
         result = self._call(original, args, kwargs)
-        self.skips.count(False)
+        self.skips.end(self.skips.step)
         return result
 
     def begin_masters(self) -> None:
@@ -297,9 +297,9 @@ class StepGuard:
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
         if blamed is None:
-            self.skips.step.skipped = True
+            self.skips.step.skipped_by = "on_nonfinite"
             return
-        self.skips.count(True, blamed.scaler, float(blamed.scale))
+        self.skips.end(self.skips.step, blamed.scaler, float(blamed.scale))
         if self.skips.in_a_row >= self.max_consecutive_skips:
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
 
@@ -308,7 +308,7 @@ class StepGuard:
         named = [(name, param.grad) for name, param in named_params(self.optimizer) if param.grad is not None]
         found = [name for name, param in named_params(self.optimizer) if id(param) in known] or non_finite(named)
         gone = "gradients that are gone by now" + (", or on another rank" if several_processes() else "")
-        explained = self.skips.explanation
+        explained = self.skips.last_skip.explanation
         return NonFiniteGradientsError(
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
             f"first in {', '.join(found) or gone}; the loss scale is {scaler.loss_scale:g}. Look for "

@@ -101,7 +101,6 @@ class Guards:
         guard.max_consecutive_skips = self.max_consecutive_skips
         guard.install()
         self._guards[optimizer] = guard
-        self.counts.guarded += 1
         return guard
 
     # -- masters --

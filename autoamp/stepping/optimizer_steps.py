@@ -68,7 +68,7 @@ class OptimizerSteps(Subscriber):
         try:
             result = None
             if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
-                plain_step.skipped = True
+                plain_step.skipped_by = "on_nonfinite"
             else:
                 result = optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
         finally:

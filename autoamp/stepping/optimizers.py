@@ -24,7 +24,7 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.skips import OwnSteps, Skips, Step, StepWatch
+from autoamp.stepping.skips import Skips, Step, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
 __all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
@@ -260,11 +260,11 @@ class GuardedOptimizers(Guards):
             # The skips in a row were those of the run that is left behind.
             guard.skips.in_a_row = 0
 
-    def note_own(self, skips: Skips, scaler: LossScaler) -> None:
-        """Take note of an optimizer that scales its loss itself. Nobody waits for the device."""
-        self.counts.own = self.counts.own or OwnSteps()
-        self.counts.own.scalers[skips] = scaler
-        self.counts.last = skips.step
+    def own_step_begins(self, skips: Skips, scaler: LossScaler) -> None:
+        """Count a step of an optimizer that scales its loss itself."""
+        self.watch.step_begins()
+        self.counts.add_own(scaler)
+        self.counts.step_begins(skips.step)
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""

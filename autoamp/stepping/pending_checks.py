@@ -240,7 +240,11 @@ class PendingChecks:
         scaler, skips = self.pending[0].scaler, self._skips
         skips.wait_by(scaler.unread)
         step = skips.step
-        flag = resolve_on_device(self.pending, lambda skipped: skips.tell(step, scaler, scaler.scale_before, skipped))
+
+        def tell(skipped: bool) -> None:
+            skips.end(step, scaler if skipped else None, scaler.scale_before, late=True)
+
+        flag = resolve_on_device(self.pending, tell)
         if flag is not None:
             self.resolved, self.pending = self.pending, []
             step.unread = scaler.unread

@@ -6,7 +6,6 @@ skip. Reading the number of skips waits for the device.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol, SupportsFloat
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from autoamp.scaling import LossScaler, UnreadFlags
 
-__all__ = ["OwnSteps", "SkipOwner", "Skips", "Step", "StepCounts", "StepWatch"]
+__all__ = ["SkipOwner", "Skips", "Step", "StepCounts", "StepWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +38,12 @@ class StepWatch:
     def step_begins(self) -> None:
         """Hear that an optimizer is called."""
 
-    def step_known(self, skips: Skips, skipped: bool, scale: float | None, next_scale: float | None, late: bool) -> Any:
-        """Hear what became of a step, and return what explains it, if it was a skip.
+    def step_known(self, skips: Skips, step: Step) -> Any:
+        """Called when it is known what became of a step. Returns what explains it, if it was a skip.
 
         Args:
             skips: Of the optimizer.
-            skipped: Whether the step was a skip.
-            scale: The loss scale of a skip; nan where it is not known.
-            next_scale: The one after it.
-            late: Whether it was taken earlier, and others may have been since.
+            step: One that was taken, or that a loss scale skipped.
         """
 
 
@@ -63,32 +59,37 @@ class SkipOwner(Protocol):
 
 
 class Step:
-    """What became of one call of ``optimizer.step()``, of any optimizer and by whatever rule.
+    """The record of one call of ``optimizer.step()``, of any optimizer, until its next one.
 
     Attributes:
+        skipped_by: What skipped it, as far as the host knows: a loss scaler, whose gradients overflowed, or the name of
+            a rule. None for a step that was taken, or that still runs.
+        scale: The loss scale of a skip; nan where it is not known.
+        is_late: Whether others may have been taken before the host knew what became of it.
+        explanation: What explains a skip; None if diagnostics did not record it.
         unread: Tells of this step, if its guard left the flag of an overflow on the device.
         flag: Not 0 for a skip, if the program's own scaler left it to the optimizer.
     """
 
-    __slots__ = ("_skipped", "flag", "unread")
+    __slots__ = ("explanation", "flag", "is_late", "scale", "skipped_by", "unread")
 
     def __init__(self) -> None:
+        self.skipped_by: LossScaler | str | None = None
+        self.scale = 1.0
+        self.is_late = False
+        self.explanation: Any = None
         self.unread: UnreadFlags | None = None
         self.flag: Tensor | None = None
-        self._skipped: bool | None = None
 
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped; False while it runs. Waits for the device where that alone knows."""
-        if self._skipped is None and self.unread is not None:
+        if self.unread is not None:
             self.unread.catch_up()
-        if self._skipped is None and self.flag is not None:
-            self._skipped = bool(self.flag)
-        return bool(self._skipped)
-
-    @skipped.setter
-    def skipped(self, skipped: bool) -> None:
-        self._skipped = skipped
+        if self.skipped_by is None and self.flag is not None:
+            self.skipped_by = "torch.amp.GradScaler" if self.flag else None
+            self.flag = None
+        return self.skipped_by is not None
 
 
 class Skips:
@@ -103,17 +104,16 @@ class Skips:
     Attributes:
         steps: How many times ``step()`` was called, skips included.
         step: The last of these calls.
+        last_skip: The last of them that is known to be a skip.
         name: As given.
         owner: As given.
-        explanation: What explains the last skip; None if diagnostics did not record it.
         has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
     def __init__(self, name: str, owner: SkipOwner) -> None:
         self.steps = 0
-        self.step = Step()
+        self.step = self.last_skip = Step()
         self.owner = owner
-        self.explanation: Any = None
         self.name = name
         self._total = self._in_a_row = 0
         self.has_held = False
@@ -159,88 +159,51 @@ class Skips:
         """How many skips in a row are known by now. Waits for nothing."""
         return self._in_a_row
 
-    def count(self, skipped: bool, scaler: LossScaler | None = None, scale: float = 1.0) -> None:
-        """Count the last step. Of a skip the scaler is given, and the scale that was too high."""
+    def end(self, step: Step, skipped_by: LossScaler | None = None, scale: float = 1.0, *, late: bool = False) -> None:
+        """Count a step, and tell those who are to hear of it.
+
+        Args:
+            step: The last one, or with ``late`` one before.
+            skipped_by: The scaler of a skip; None for a step that was taken.
+            scale: The one that was too high.
+            late: Whether others may have been taken since.
+        """
         self.catch_up()
-        self._count(self.step, skipped, scaler, scale)
-
-    def tell(self, step: Step, scaler: LossScaler, scale: float, skipped: bool) -> None:
-        """Count a step that was taken earlier."""
-        self._count(step, skipped, scaler, scale, late=True)
-
-    def _count(self, step: Step, skipped: bool, scaler: LossScaler | None, scale: float, *, late: bool = False) -> None:
-        if skipped or step.flag is None:
-            step.skipped = skipped
-        self._total += skipped
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        watch = self.owner.watch
-        if not skipped or scaler is None:
+        step.unread, step.is_late = None, late
+        self._total += skipped_by is not None
+        self._in_a_row = 0 if skipped_by is None else self._in_a_row + 1
+        if skipped_by is None:
             self.has_held = True
-            watch.step_known(self, skipped, None, None, late)
+            self.owner.watch.step_known(self, step)
             return
+        self.last_skip = step
+        step.skipped_by, step.scale = skipped_by, scale
         self.owner.step_skipped()
-        # A number that is late by now: the scaler hears of this skip before anybody asks it.
-        following = None if late else scaler.loss_scale
-        self.explanation = watch.step_known(self, skipped, scale, following, late)
+        step.explanation = self.owner.watch.step_known(self, step)
         if self._total & (self._total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
-                self.name, scale, scaler.loss_scale, self._total, self._in_a_row,
+                self.name, scale, skipped_by.loss_scale, self._total, self._in_a_row,
             )  # fmt: skip
-
-
-@dataclasses.dataclass
-class OwnSteps:
-    """Steps of optimizers that scale their losses themselves, of all together.
-
-    Attributes:
-        scalers: The loss scaler of each optimizer, by what is known of its steps.
-    """
-
-    scalers: dict[Skips, LossScaler] = dataclasses.field(default_factory=dict)
-
-    @property
-    def steps(self) -> int:
-        """How many steps there were, skips included."""
-        return sum(skips.steps for skips in self.scalers)
-
-    @property
-    def skipped(self) -> int:
-        """How many of the steps were skips. Waits for the device where only that knows."""
-        return sum(skips.total for skips in self.scalers)
-
-    @property
-    def losses(self) -> list[LossScaler]:
-        """The loss scalers, each once."""
-        return list(dict.fromkeys(self.scalers.values()))
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale of the last optimizer. Waits as `skipped` does."""
-        for skips in self.scalers:
-            # Scalers hear of skips no earlier than somebody asks.
-            skips.catch_up()
-        return list(self.scalers.values())[-1].loss_scale
 
 
 class StepCounts:
     """How many steps the optimizers of a handle took, of all together.
 
     Args:
-        catch_up: Lets all loss scalers hear of steps of which only the device knows whether they were skips.
+        catch_up: Lets the handle's loss scalers hear of steps of which only the device knows whether they were skips.
 
     Attributes:
-        steps: Steps of guarded optimizers, skips included.
+        steps: Steps of optimizers whose losses are scaled, skips and those of `FP16_Optimizer` included.
         plain: Steps of optimizers whose losses nobody scales.
-        guarded: How many optimizers were ever guarded.
-        own: What the program's own `FP16_Optimizer` did; None where it has none.
+        own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
         own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
         last: The last step of any optimizer.
     """
 
     def __init__(self, catch_up: Callable[[], None]) -> None:
-        self.steps = self.plain = self.guarded = 0
-        self.own: OwnSteps | None = None
+        self.steps = self.plain = 0
+        self.own: list[LossScaler] = []
         self.own_scale: SupportsFloat | None = None
         self.last = Step()
         self._catch_up = catch_up
@@ -248,30 +211,32 @@ class StepCounts:
 
     @property
     def all(self) -> int:
-        """How many steps there were: skips, those of `FP16_Optimizer` and of losses that nobody scales included."""
-        return self.steps + self.plain + (0 if self.own is None else self.own.steps)
+        """How many steps there were, skips included."""
+        return self.steps + self.plain
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped, of all optimizers together. Waits for the device where only that knows."""
+        """How many steps were skipped. Waits for the device where only that knows."""
         self._catch_up()
+        for scaler in self.own:
+            scaler.unread.catch_up()
         return self._skipped
-
-    @property
-    def all_skipped(self) -> int:
-        """How many steps were skipped, those of `FP16_Optimizer` included. Waits as `skipped` does."""
-        return self.skipped + (0 if self.own is None else self.own.skipped)
 
     def loss_scale(self, ours: float) -> float:
         """Return the scale that losses have: that of the program's own scaler, if it has one, else ours."""
-        if self.own is not None:
-            return self.own.loss_scale
+        if self.own:
+            return self.own[-1].loss_scale
         return ours if self.own_scale is None else float(self.own_scale)
 
     def step_begins(self, step: Step) -> None:
-        """Count a step of a guarded optimizer."""
+        """Count a step of an optimizer whose loss is scaled."""
         self.steps += 1
         self.last = step
+
+    def add_own(self, scaler: LossScaler) -> None:
+        """Take note of the scaler of an `FP16_Optimizer`."""
+        if scaler not in self.own:
+            self.own.append(scaler)
 
     def add_skip(self) -> None:
         """Count a skip."""

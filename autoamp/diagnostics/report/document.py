@@ -217,10 +217,9 @@ def _unchecked(handle: Any, compared: int) -> str | None:
     """
     optimizers = handle.optimizers
     looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
-    own = optimizers.counts.own
-    if not any(scaler.checks for scaler in (optimizers.scalers if own is None else own.losses)):
+    if not any(scaler.checks for scaler in optimizers.counts.own or optimizers.scalers):
         return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"
-    if own is None and not optimizers.counts.steps:
+    if not optimizers.counts.steps and not optimizers.counts.own:
         return f"no loss was scaled, so that gradients were not checked and overflows {looked}"
     return None
 

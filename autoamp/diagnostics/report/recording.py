@@ -44,7 +44,7 @@ class Recording(Watch):
         self.half_losses: HalfLosses = handle.half_losses or HalfLosses()
         self._handle = handle
         self._sample = sample
-        self._skipped_before = handle.optimizers.counts.all_skipped
+        self._skipped_before = handle.optimizers.counts.skipped
         self._stack = contextlib.ExitStack()
 
     def start(self) -> Recording:
@@ -94,7 +94,7 @@ class Recording(Watch):
         """Note the skips that were not explained."""
         if self._handle.overflows.always or self._waits_for_device():
             return
-        skipped = self._handle.optimizers.counts.all_skipped - self._skipped_before
+        skipped = self._handle.optimizers.counts.skipped - self._skipped_before
         self.skips += [(self.steps, self.scales[-1][1], None)] * (skipped - len(self.skips))
 
     def _overflowed(self, found: Overflow) -> None:
