@@ -45,10 +45,10 @@ calls apex's amp.initialize() without a level, and nothing is cast before that c
 """
 
 _FAIL_HELP = """\
-end with exit code 3 if the program itself succeeds, but something went wrong. 'overflow': the loss, the gradients or the
-outputs of an inference were inf or nan, and the search for the loss scale does not explain it, because the loss itself
-was inf or nan, the loss scale was 1 or fixed, or the cause was found. 'skip': a step was skipped. Both: an op overflowed
-in a step that was taken, and changed its gradients. Implies --trace-overflow
+end with exit code 3 if the program itself succeeds, but something went wrong. 'overflow': the loss, the gradients or
+the outputs of an inference were inf or nan, and the search for the loss scale does not explain it, because the loss
+itself was inf or nan, the loss scale was 1 or fixed, or the cause was found. 'skip': a step was skipped. Both: an op
+overflowed in a step that was taken, and changed its gradients. Implies --trace-overflow
 """
 
 _NONFINITE_HELP = """\

@@ -86,7 +86,7 @@ class OwnScaler(Subscriber):
         """Count the step that the scaler has just taken or skipped."""
         guard, flag = self._optimizers.guard_of(optimizer), self._flag
         if guard is None and optimizer not in self._skips:
-            self._skips[optimizer] = Skips(type(optimizer).__name__, self._optimizers)
+            self._skips[optimizer] = Skips(type(optimizer).__name__, lambda: self._optimizers)
         skips = self._skips[optimizer] if guard is None else guard.skips
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.

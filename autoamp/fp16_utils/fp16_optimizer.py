@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts
 from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.fp16_utils.checkpoints import flag, load_or_restore, matched
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, scaled_loss
 from autoamp.stepping import (
-    GuardedOptimizers,
     MasterWeights,
     ScalesItself,
     StepGuard,
-    StepWatch,
+    StepOwner,
     is_optimizer,
     scaled_block,
 )
@@ -53,7 +50,6 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
     Attributes:
         optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.
-        loss_scaler: The scaler.
 
     Raises:
         UsageError: ``init_optimizer`` is no optimizer, or an `FP16_Optimizer`; or ``dynamic_loss_args`` has an unknown
@@ -76,7 +72,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             raise UsageError("init_optimizer is an FP16_Optimizer already; give it the optimizer that it was made from")
         if not is_optimizer(init_optimizer):
             raise UsageError(f"init_optimizer takes an optimizer, not {kind_of(init_optimizer)}")
-        self.loss_scaler: LossScaler = (
+        scaler: LossScaler = (
             self._dynamic_scaler(**_dynamic_arguments(dynamic_loss_args or {}))
             if dynamic_loss_scale
             else self._static_scaler(1.0 if static_loss_scale is None else static_loss_scale)
@@ -86,12 +82,12 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
-        self._asked: RequestedGroup | None = None
-        self._guard = StepGuard(init_optimizer, _Owner(self), masters=self._masters)
+        self._guard = StepGuard(init_optimizer, _owner, masters=self._masters)
+        self.loss_scaler = scaler
         self._guard.install()
         if runtime is not None:
             runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
-            runtime.optimizers.counts.add_own(self.loss_scaler)
+            runtime.optimizers.counts.add_own(scaler)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -105,6 +101,15 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state by master. A half parameter finds the state of its master."""
         return _State(self.optimizer.state, self._masters.of)
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The scaler."""
+        return self._guard.checks.own_scalers[0]
+
+    @loss_scaler.setter
+    def loss_scaler(self, scaler: LossScaler) -> None:
+        self._guard.checks.own_scalers = [scaler]
 
     @property
     def loss_scale(self) -> float:
@@ -240,7 +245,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
-        self._asked = RequestedGroup.of(group, replicas)
+        self._guard.checks.asked = RequestedGroup.of(group, replicas)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of the step, a list for each group, or None if they overflowed.
@@ -341,74 +346,10 @@ class _State(MutableMapping[Any, Any]):
         return repr(self._state)
 
 
-class _Owner:
-    """What the guard of an `FP16_Optimizer` asks and tells: the active handle, if there is one.
-
-    Args:
-        optimizer: Referred to weakly: it has the guard.
-    """
-
-    def __init__(self, optimizer: FP16_Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._scaler = optimizer.loss_scaler
-
-    @property
-    def scalers(self) -> Sequence[LossScaler]:
-        """The scaler of the optimizer, also once it is gone and another one steps its parameters."""
-        own = self._optimizer()
-        return [self._scaler if own is None else own.loss_scaler]
-
-    @property
-    def watch(self) -> StepWatch:
-        """Hears of steps for the diagnostics of the active handle."""
-        return StepWatch() if (optimizers := _optimizers()) is None else optimizers.watch
-
-    @property
-    def casts(self) -> Casts | None:
-        """The casts of the active handle."""
-        return None if (optimizers := _optimizers()) is None else optimizers.casts
-
-    def step_begins(self, guard: StepGuard) -> None:
-        """Let the active handle count this optimizer's steps."""
-        if (optimizers := _optimizers()) is not None:
-            optimizers.own_step_begins(guard.skips, self.scalers[0])
-
-    def refuse_scaled(self, guard: StepGuard) -> None:
-        """Let the active handle raise UsageError if a block of it has left gradients of this optimizer scaled."""
-        if (optimizers := _optimizers()) is not None:
-            optimizers.refuse_scaled(guard)
-
-    @property
-    def undoes_steps(self) -> bool:
-        """Whether the active handle wants it."""
-        return (optimizers := _optimizers()) is not None and optimizers.undoes_steps
-
-    def wants_skip(self, guard: StepGuard) -> bool:
-        """Let the active handle look at gradients that no loss scale checked."""
-        return (optimizers := _optimizers()) is not None and optimizers.wants_skip(guard)
-
-    def step_ended(self, guard: StepGuard) -> None:
-        """Let the active handle know that a step has ended."""
-        if (optimizers := _optimizers()) is not None:
-            optimizers.step_ended(guard)
-
-    def step_skipped(self) -> None:
-        """Let the active handle count a skip."""
-        if (optimizers := _optimizers()) is not None:
-            optimizers.step_skipped()
-
-    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
-        """Return the group that was asked for, of the optimizer itself or of the active handle."""
-        own, optimizers = self._optimizer(), _optimizers()
-        if own is not None and own._asked is not None:
-            return own._asked
-        return None if optimizers is None else optimizers.requested_group(optimizer)
-
-
-def _optimizers() -> GuardedOptimizers | None:
-    """Return the optimizers of the active handle, None without one."""
+def _owner() -> StepOwner:
+    """Return what the guard of an `FP16_Optimizer` asks and tells: the active handle, if there is one."""
     runtime = current_runtime()
-    return None if runtime is None else runtime.optimizers
+    return StepOwner() if runtime is None else runtime.optimizers
 
 
 def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:

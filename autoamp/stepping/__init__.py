@@ -13,7 +13,7 @@ from autoamp.stepping.attach import (
 )
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.checks import check_half_model, check_half_norms
-from autoamp.stepping.guard import GuardOwner, StepGuard
+from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.links import equalized, load_master, master_of, refresh_params, release_master
 from autoamp.stepping.loss_scalers import listed
 from autoamp.stepping.masters import MasterWeights, fit_state
@@ -22,10 +22,9 @@ from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scal
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import Skips, Step, StepWatch
+from autoamp.stepping.skips import Skips, Step, StepOwner, StepWatch
 
 __all__ = [
-    "GuardOwner",
     "GuardedOptimizers",
     "MasterWeights",
     "OptimizerSteps",
@@ -34,6 +33,7 @@ __all__ = [
     "Skips",
     "Step",
     "StepGuard",
+    "StepOwner",
     "StepWatch",
     "announce_disabled",
     "announce_enabled",

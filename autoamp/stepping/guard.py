@@ -13,55 +13,26 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.scaling import LossScaler, Scale, non_finite
 from autoamp.stepping.attach import AttachedMethod, named_params, takes_flag
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.overflow_checks import OverflowCheck
-from autoamp.stepping.pending_checks import CheckOwner, PendingChecks, ScaledGrads
+from autoamp.stepping.pending_checks import PendingChecks, ScaledGrads
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import Skips
+from autoamp.stepping.skips import Skips, StepOwner
 from autoamp.stepping.undo import GradsCopy, StepCopy, forget_state, state_size
 from autoamp.tensors import version_of
 
-__all__ = ["GuardOwner", "StepGuard"]
+__all__ = ["StepGuard"]
 
 # So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
-
-
-class GuardOwner(CheckOwner, Protocol):
-    """What a guard asks of the handle or the optimizer that made it."""
-
-    @property
-    def casts(self) -> Casts | None:
-        """What casts for the program: off while the optimizer steps, and on in a closure."""
-
-    def step_begins(self, guard: StepGuard) -> None:
-        """Hear of each step, before it is taken or skipped."""
-
-    def refuse_scaled(self, guard: StepGuard) -> None:
-        """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
-
-    @property
-    def undoes_steps(self) -> bool:
-        """Whether a step that meets inf or nan in its middle, in a later evaluation of its closure, is undone."""
-
-    def wants_skip(self, guard: StepGuard) -> bool:
-        """Look at gradients that no loss scale checked, and tell whether the program wants the step skipped for them.
-
-        Args:
-            guard: Of the optimizer that is about to step.
-        """
-
-    def step_ended(self, guard: StepGuard) -> None:
-        """Hear of each step or skip, once parameters are as it left them."""
 
 
 class StepGuard:
@@ -72,7 +43,7 @@ class StepGuard:
 
     Args:
         optimizer: What to guard.
-        owner: Who made it.
+        owner: Returns what it asks and tells: the optimizers of a handle, which may be another one at each call.
         masters: The masters that it steps in place of half parameters. They take the gradients and what was written
             into half parameters before a step, and are copied into the half parameters after it.
 
@@ -92,10 +63,10 @@ class StepGuard:
         compared_settings: Whether settings were compared with the ranks that step together with this one.
     """
 
-    def __init__(self, optimizer: Any, owner: GuardOwner, *, masters: MasterWeights | None = None) -> None:
+    def __init__(self, optimizer: Any, owner: Callable[[], StepOwner], *, masters: MasterWeights | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedMethod] | None = None
-        self.owner = owner
+        self._owner = owner
         self.grads = ScaledGrads(self._optimizer, masters)
         self.skips = Skips(type(optimizer).__name__, owner)
         self.checks = PendingChecks(self.skips, self.grads, owner)
@@ -103,6 +74,11 @@ class StepGuard:
         self.last_step_ran = self.repeats_closure = True
         self.max_consecutive_skips = 50
         self.scaled = self.proven = self.compared_settings = False
+
+    @property
+    def owner(self) -> StepOwner:
+        """What it asks and tells now."""
+        return self._owner()
 
     @property
     def name(self) -> str:
@@ -275,7 +251,7 @@ class StepGuard:
     def begin_masters(self) -> None:
         """Let the masters take what was written into half parameters; once that is done this changes nothing."""
         if self.masters is not None:
-            asked = self.owner.requested_group(self.optimizer)
+            asked = self.checks.requested_group
             self.masters.begin_step(local=asked is not None and asked.replicas == 1)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -397,7 +373,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
     if guard.skips.steps > 1 and checks.last is None:
         # The steps before scaled no loss, so gradients are not copied. If this one does, its first overflow is a skip.
         attempts = 1
-    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.owner.scalers)
+    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.checks.scalers)
     before = GradsCopy(grads.params()) if may_repeat else None
     for attempt in range(attempts):
         if attempt and before is not None:

@@ -24,7 +24,7 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.skips import Skips, Step, StepWatch
+from autoamp.stepping.skips import Step, StepOwner, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
 __all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
@@ -51,8 +51,8 @@ class ActiveRuntime(Protocol):
         """Raise UsageError where the handle is not active."""
 
 
-class GuardedOptimizers(Guards):
-    """Guards optimizers as scaled losses come by. It is the `autoamp.stepping.guard.GuardOwner` of their guards.
+class GuardedOptimizers(Guards, StepOwner):
+    """Guards optimizers as scaled losses come by. It is the owner of their guards.
 
     Args:
         casts: Turned off while an optimizer steps.
@@ -66,6 +66,8 @@ class GuardedOptimizers(Guards):
         program: Tells what optimizers do.
         undoes_steps: Whether a step that meets inf or nan in a later evaluation of its closure is undone.
     """
+
+    casts: Casts
 
     def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
         super().__init__(scalers)
@@ -93,6 +95,10 @@ class GuardedOptimizers(Guards):
         """Count a step, and compare settings with the ranks that step together with this one, once."""
         self.watch.step_begins()
         self.counts.step_begins(guard.skips.step)
+        if guard.checks.own_scalers:
+            for scaler in guard.checks.own_scalers:
+                self.counts.add_own(scaler)
+            return
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
         self.compare_settings(guard)
@@ -168,7 +174,7 @@ class GuardedOptimizers(Guards):
         return self.asked.of(optimizer)
 
     def _new_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        return StepGuard(optimizer, self, masters=masters)
+        return StepGuard(optimizer, lambda: self, masters=masters)
 
     # -- losses --
 
@@ -259,12 +265,6 @@ class GuardedOptimizers(Guards):
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
             guard.skips.in_a_row = 0
-
-    def own_step_begins(self, skips: Skips, scaler: LossScaler) -> None:
-        """Count a step of an optimizer that scales its loss itself."""
-        self.watch.step_begins()
-        self.counts.add_own(scaler)
-        self.counts.step_begins(skips.step)
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,23 +27,12 @@ from autoamp.stepping.checked_grads import CheckedGrads
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks, resolve, resolve_on_device
 from autoamp.stepping.replicas import several_processes
-from autoamp.stepping.skips import SkipOwner, Skips, Step
+from autoamp.stepping.skips import Skips, Step, StepOwner
 
-__all__ = ["CheckOwner", "PendingChecks", "ScaledGrads"]
+__all__ = ["PendingChecks", "ScaledGrads"]
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
-
-
-class CheckOwner(SkipOwner, Protocol):
-    """What pending checks ask of the owner of the guard."""
-
-    @property
-    def scalers(self) -> Sequence[LossScaler]:
-        """All loss scalers, in the same order on all ranks."""
-
-    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
-        """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
 
 
 class ScaledGrads:
@@ -100,15 +89,19 @@ class PendingChecks:
     Args:
         skips: What is known of the optimizer's steps.
         grads: Its gradients.
-        owner: That of its guard.
+        owner: Returns that of its guard.
 
     Attributes:
+        own_scalers: The loss scalers of an optimizer that scales its loss itself; none where the owner's do.
+        asked: The process group that was asked for, for this optimizer alone.
         pending: The checks, in order.
         last: The scaler and scale of the last block or pass.
         resolved: The checks that were resolved last; none where there were none.
     """
 
-    def __init__(self, skips: Skips, grads: ScaledGrads, owner: CheckOwner) -> None:
+    def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner]) -> None:
+        self.own_scalers: Sequence[LossScaler] = ()
+        self.asked: RequestedGroup | None = None
         self.pending: list[OverflowCheck] = []
         self.last: tuple[LossScaler, Scale] | None = None
         self.resolved: Sequence[OverflowCheck] = ()
@@ -125,6 +118,16 @@ class PendingChecks:
         self._agreed = False
 
     @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """All loss scalers of the optimizer, in the same order on all ranks."""
+        return self.own_scalers or self._owner().scalers
+
+    @property
+    def requested_group(self) -> RequestedGroup | None:
+        """The process group over which the program wants steps to be agreed on, if it asked for one."""
+        return self.asked or self._owner().requested_group(self._grads.optimizer)
+
+    @property
     def group(self) -> SyncGroup | None:
         """The ranks that agree on each step; None where what this rank finds is what all find.
 
@@ -132,7 +135,7 @@ class PendingChecks:
         """
         if not several_processes():
             return None
-        return self._groups.among(self._grads.params(), self._owner.requested_group(self._grads.optimizer))
+        return self._groups.among(self._grads.params(), self.requested_group)
 
     def note(self, check: OverflowCheck | None) -> None:
         """Take note of a check on the gradients as they are now."""
@@ -235,7 +238,7 @@ class PendingChecks:
 
     def resolve_on_device(self) -> Tensor | None:
         """Settle the pending checks on their device and return the flag; None where they are to be read."""
-        if not self.pending or self._owner.watch.wants_flags:
+        if not self.pending or self._owner().watch.wants_flags:
             return None
         scaler, skips = self.pending[0].scaler, self._skips
         skips.wait_by(scaler.unread)
@@ -283,7 +286,7 @@ class PendingChecks:
                 self.note(check)
         if group is not None:
             # Another rank may have scaled a loss where this one has scaled none yet.
-            scalers = self._owner.scalers
+            scalers = self.scalers
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
         elif self.pending:
@@ -310,7 +313,7 @@ class PendingChecks:
         """Let all ranks know what each of them found, by one collective. Scalers are not updated yet."""
         params = self._grads.params()
         reduce_partial(params, halves_alone=True)
-        scalers, own = self._owner.scalers, self.pending
+        scalers, own = self.scalers, self.pending
         found: list[list[Tensor]] = [[] for _ in scalers]
         for check in own:
             found[_place_of(check.scaler, scalers)] += check.flags

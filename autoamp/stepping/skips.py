@@ -7,14 +7,15 @@ skip. Reading the number of skips waits for the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol, SupportsFloat
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsFloat
 
 from torch import Tensor
 
-from autoamp.scaling import LossScaler, UnreadFlags
+from autoamp.casting import Casts
+from autoamp.scaling import LossScaler, RequestedGroup, UnreadFlags
 
-__all__ = ["SkipOwner", "Skips", "Step", "StepCounts", "StepWatch"]
+__all__ = ["Skips", "Step", "StepCounts", "StepOwner", "StepWatch"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,42 @@ class StepWatch:
         """
 
 
-class SkipOwner(Protocol):
-    """The owner of an optimizer's guard, which hears of skips."""
+class StepOwner:
+    """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
+
+    watch = StepWatch()
+    """Hears of steps, for diagnostics."""
+
+    casts: Casts | None = None
+    """What casts for the program: off while the optimizer steps, and on in a closure."""
+
+    undoes_steps = False
+    """Whether a step that meets inf or nan in a later evaluation of its closure is undone."""
 
     @property
-    def watch(self) -> StepWatch:
-        """Hears of steps, for diagnostics."""
+    def scalers(self) -> Sequence[LossScaler]:
+        """All loss scalers, in the same order on all ranks."""
+        return ()
+
+    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
+        """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
+        return None
+
+    def refuse_scaled(self, guard: Any) -> None:
+        """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
+
+    def wants_skip(self, guard: Any) -> bool:
+        """Look at gradients that no loss scale checked; return whether the program wants the step skipped for them."""
+        return False
+
+    def step_begins(self, guard: Any) -> None:
+        """Called at each step, before it is taken or skipped."""
 
     def step_skipped(self) -> None:
-        """Hear of each skip, as soon as it is known."""
+        """Called at each skip, as soon as it is known."""
+
+    def step_ended(self, guard: Any) -> None:
+        """Called after each step or skip, once parameters are as it left them."""
 
 
 class Step:
@@ -99,7 +127,7 @@ class Skips:
 
     Args:
         name: Of the optimizer, for the log.
-        owner: Hears of each skip.
+        owner: Returns what hears of each skip.
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
@@ -110,7 +138,7 @@ class Skips:
         has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
-    def __init__(self, name: str, owner: SkipOwner) -> None:
+    def __init__(self, name: str, owner: Callable[[], StepOwner]) -> None:
         self.steps = 0
         self.step = self.last_skip = Step()
         self.owner = owner
@@ -174,12 +202,12 @@ class Skips:
         self._in_a_row = 0 if skipped_by is None else self._in_a_row + 1
         if skipped_by is None:
             self.has_held = True
-            self.owner.watch.step_known(self, step)
+            self.owner().watch.step_known(self, step)
             return
         self.last_skip = step
         step.skipped_by, step.scale = skipped_by, scale
-        self.owner.step_skipped()
-        step.explanation = self.owner.watch.step_known(self, step)
+        self.owner().step_skipped()
+        step.explanation = self.owner().watch.step_known(self, step)
         if self._total & (self._total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",

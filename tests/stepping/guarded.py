@@ -11,39 +11,27 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.scaling import DynamicLossScaler, LossScaler
-from autoamp.stepping import StepGuard, StepWatch, scaled_block
+from autoamp.stepping import StepGuard, StepOwner, scaled_block
 
 
-class Owner:
-    """A `GuardOwner` that casts nothing, and counts skips."""
-
-    watch, casts, undoes_steps = StepWatch(), None, False
+class Owner(StepOwner):
+    """Casts nothing, and counts skips."""
 
     def __init__(self) -> None:
-        self.scalers: list[LossScaler] = []
+        self._scalers: list[LossScaler] = []
         self.skipped = 0
 
-    def step_begins(self, guard: StepGuard) -> None:
-        """Do nothing."""
-
-    def step_ended(self, guard: StepGuard) -> None:
-        """Do nothing."""
+    @property
+    def scalers(self) -> list[LossScaler]:
+        return self._scalers
 
     def step_skipped(self) -> None:
         self.skipped += 1
 
-    def refuse_scaled(self, guard: StepGuard) -> None:
-        """Do nothing."""
-
-    def wants_skip(self, guard: StepGuard) -> bool:
-        return False
-
-    def requested_group(self, optimizer: Any) -> None:
-        return None
-
 
 def guard_of(optimizer: Any, *, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
-    guard = StepGuard(optimizer, Owner(), masters=masters)
+    owner = Owner()
+    guard = StepGuard(optimizer, lambda: owner, masters=masters)
     guard.max_consecutive_skips = max_consecutive_skips
     guard.install()
     return guard
