@@ -33,7 +33,7 @@ from autoamp.stepping import (
     GuardedOptimizers,
     ScalesItself,
     StepGuard,
-    living_optimizers,
+    living_optimizers_and_modules,
     open_blocks,
     several_processes,
 )
@@ -100,7 +100,7 @@ class AutoScale(Subscriber):
     def started(self) -> None:
         """Guard the optimizers that are there."""
         if self.active:
-            for optimizer in living_optimizers():
+            for optimizer in living_optimizers_and_modules()[0]:
                 self.optimizer_made(optimizer)
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp.scaling import is_sharded, local_of
-from autoamp.stepping import living_modules, stepped_params
+from autoamp.stepping import living_optimizers_and_modules, stepped_params
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
@@ -276,7 +276,7 @@ def stopped_buffers(values: BufferValues, step: int) -> Iterator[tuple[str, torc
         values: Those at earlier samples, to which these are added.
         step: The number of the step.
     """
-    for module in living_modules():
+    for module in living_optimizers_and_modules()[1]:
         # A module that is half built has no buffers.
         with contextlib.suppress(AttributeError):
             for name, buffer in module.named_buffers(recurse=False):

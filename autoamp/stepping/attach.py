@@ -181,20 +181,17 @@ def has_other_guard(optimizer: Any) -> bool:
     return isinstance(optimizer, ScalesItself) or guard_before(optimizer) is not None
 
 
-def living_optimizers() -> list[torch.optim.Optimizer]:
-    """Return the optimizers of torch's class that live and have groups, as far as the garbage collector tells."""
-    living = _living(torch.optim.Optimizer)
-    return [found for found in living if "param_groups" in vars(found) and not isinstance(found, ScalesItself)]
+def living_optimizers_and_modules() -> tuple[list[torch.optim.Optimizer], list[torch.nn.Module]]:
+    """Return the optimizers that have groups, and the modules, that live, as far as the garbage collector tells.
 
-
-def living_modules() -> list[torch.nn.Module]:
-    """Return the modules that live, as far as the garbage collector tells."""
-    return _living(torch.nn.Module)
-
-
-def _living(kind: type[T]) -> list[T]:
+    Of torch's classes; an optimizer that scales its loss itself is left out.
+    """
     # Not isinstance, which asks the object itself: a proxy may answer with another class.
-    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+    kinds = torch.optim.Optimizer, torch.nn.Module
+    found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    optimizers = [one for one in found if issubclass(type(one), torch.optim.Optimizer) and "param_groups" in vars(one)]
+    modules = [one for one in found if issubclass(type(one), torch.nn.Module)]
+    return [one for one in optimizers if not isinstance(one, ScalesItself)], modules
 
 
 def _same(value: Any) -> Any:
@@ -203,7 +200,7 @@ def _same(value: Any) -> Any:
 
 def _names_in_live_modules() -> dict[int, str]:
     """Return the names that living modules give to parameters, from modules that are no other's child."""
-    modules = living_modules()
+    _, modules = living_optimizers_and_modules()
     names: dict[int, str] = {}
     children: set[int] = set()
     # A module that is half built answers nothing, and must not hide the error that names are looked for.

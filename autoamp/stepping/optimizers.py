@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from autoamp.casting import Casts
 from autoamp.errors import UsageError, kind_of
 from autoamp.program import Program, Subscriber
 from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
-from autoamp.stepping.attach import ScalesItself, guard_before, living_modules, living_optimizers, stepped_params
+from autoamp.stepping.attach import ScalesItself, guard_before, living_optimizers_and_modules, stepped_params
 from autoamp.stepping.block import scaled_loss_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.guards import Guards, steps_any_of
@@ -214,39 +213,34 @@ class GuardedOptimizers(Guards, StepOwner):
             scale: Of the block.
         """
         if self._living is None:
-            self._living = weakref.WeakSet(living_optimizers())
-            # A module that is half built has no parameters.
-            found = (vars(module).get("_parameters", {}).values() for module in living_modules())
-            params = self._params_of_no_optimizer(itertools.chain.from_iterable(found))
-            self._in_no_optimizer = [weakref.ref(param) for param in params]
+            self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self.guards)
-        others = [self._params_of_no_optimizer(reference() for reference in self._in_no_optimizer)]
-        for optimizer in self._living:
+        others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
+        for optimizer in self._living or ():
             if (guard := guard_before(optimizer)) is None:
-                others.append(stepped_params(optimizer))
+                others += stepped_params(optimizer)
             else:
                 # That of an `FP16_Optimizer` is none of the handle's.
                 theirs[guard] = None
-        others += [
-            guard.grads.leaves()
-            for guard in theirs
-            if guard not in guards and not is_same_scale(guard.grads.scale, scale)
-        ]
-        if not any(others):
-            return []
-        own = {id(param) for guard in guards for param in guard.grads.leaves()}
-        return list({id(param): param for params in others for param in params if id(param) not in own}.values())
+        left_out: set[int] = set()
+        for guard in theirs:
+            if guard in guards or is_same_scale(guard.grads.scale, scale):
+                left_out.update(map(id, guard.grads.leaves()))
+            else:
+                others += guard.grads.leaves()
+        return list({id(param): param for param in others if id(param) not in left_out}.values())
 
-    def _params_of_no_optimizer(self, params: Iterable[Tensor | None]) -> list[Tensor]:
-        """Return those of these that a backward pass gives gradients, and that no optimizer steps now."""
-        found = [one for one in params if one is not None and one.requires_grad and one.is_leaf]
-        if found:
-            held = {id(param) for guard in self.guards for param in guard.grads.leaves()}
-            for optimizer in self._living or ():
-                guard = guard_before(optimizer)
-                held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
-            found = [one for one in found if id(one) not in held]
-        return found
+    def _find_living(self) -> None:
+        """Find all optimizers of torch's class, and the parameters of modules that none of them steps."""
+        optimizers, modules = living_optimizers_and_modules()
+        self._living = weakref.WeakSet(optimizers)
+        held = {id(param) for guard in self.guards for param in guard.grads.leaves()}
+        for optimizer in optimizers:
+            guard = guard_before(optimizer)
+            held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
+        # A module that is half built has no parameters.
+        found = (param for module in modules for param in vars(module).get("_parameters", {}).values())
+        self._in_no_optimizer = [weakref.ref(one) for one in found if one is not None and id(one) not in held]
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
