@@ -94,7 +94,9 @@ class KeptCall:
     """
 
     def __init__(self, module: Module, caller: Caller | None, switches: Any, device_type: str) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
+        # One for a loss may be made for this call. Others live as long as the program keeps them.
+        self._loss = module if next(module.parameters(), None) is None else None
         self.args: Any = ()
         self.kwargs: Any = {}
         self.outputs: list[KeptTensor] = []
@@ -104,6 +106,14 @@ class KeptCall:
         is_cast = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type)) if is_cast else None
         self._random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    @property
+    def module(self) -> Module:
+        """The module. Raises CannotRerun if it is gone."""
+        module = self._module()
+        if module is None:
+            raise CannotRerun("a model of the step is gone")
+        return module
 
     def bad_inputs(self) -> list[Tensor]:
         """Return those of its inputs that hold inf or nan. Raises CannotRerun if inputs are gone."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -91,6 +92,8 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
         self._calls, self._nbytes = [], 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
         func, kwargs = original_of(func), kwargs or {}
         if not self._is_on or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)

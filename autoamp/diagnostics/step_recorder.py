@@ -145,9 +145,6 @@ class StepRecorder(Subscriber):
         outside: Keeps the calls of functions between the calls of models that are kept.
     """
 
-    # Each call is told: it is recorded, or kept.
-    armed = True
-
     def __init__(self, casts: Casts, *, always: bool) -> None:
         self._casts = casts
         self.watched_steps = int(always)

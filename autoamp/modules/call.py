@@ -30,10 +30,6 @@ __all__ = ["CallRecorder", "ModuleCalls"]
 class CallRecorder(Protocol):
     """Records outermost module calls."""
 
-    @property
-    def armed(self) -> bool:
-        """Whether steps are recorded."""
-
     def wants_call(self) -> bool:
         """Tell whether a call that begins now is recorded. Calls within one that is recorded are not."""
 
@@ -71,6 +67,7 @@ class ModuleCalls(Subscriber):
         has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+            is_kept, record, has_returned = False, None, False
             if compiling():
                 # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
                 # does not pass for this. `forced_off` is never None.
@@ -81,13 +78,8 @@ class ModuleCalls(Subscriber):
             else:
                 if local.entries is None:
                     refresh_params()
-                if recorder.armed and recorder.wants_call():
-                    record, outputs = recorder.begin(self, args, kwargs), None
-                    try:
-                        outputs = call(self, *args, **kwargs)
-                        return outputs
-                    finally:
-                        recorder.end(record, outputs)
+                if recorder.wants_call():
+                    is_kept, record = True, recorder.begin(self, args, kwargs)
             tag, tokens, look, keeps_casts, widens = forward_dtypes.find(self), [], None, False, False
             dtypes = None if tag is None else forward_dtypes.values[tag]
             try:
@@ -115,6 +107,7 @@ class ModuleCalls(Subscriber):
                 if local.entries is None and cache.enabled and not compiling():
                     local.entries, keeps_casts = {}, True
                 outputs = original(self, *args, **kwargs)
+                has_returned = True
             except Exception as error:
                 if not compiling():
                     casts.explain(error)
@@ -124,11 +117,16 @@ class ModuleCalls(Subscriber):
                     local.entries = local.last = None
                 while tokens:
                     local.reset(tokens.pop())
+                if is_kept and not has_returned:
+                    recorder.end(record, None)
             if widens:
                 outputs = _cast_nested(outputs, casts.to_fp32)
             if look is not None:
                 look()
-            return outputs if dtypes is None else dtypes.cast_outputs(outputs)
+            outputs = outputs if dtypes is None else dtypes.cast_outputs(outputs)
+            if is_kept:
+                recorder.end(record, outputs)
+            return outputs
 
         return call
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.diagnostics.step_recorder import StepRecorder
 
 CALLS: list[int] = []
 
@@ -161,7 +162,21 @@ class Outside(Writer):
 
 
 MODELS = [Momentum, Data, Swapped, Codebook, Queue, Array, Global, File, Spectral, Outside]
+
+
+@pytest.fixture
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Returns what lets a step without an option be kept, or not."""
+    wants_call = StepRecorder.wants_call
+
+    def keep(keeps: bool) -> None:
+        monkeypatch.setattr(StepRecorder, "wants_call", wants_call if keeps else lambda self: False)
+
+    return keep
+
+
 LOOKS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "nothing": ({}, lambda handle: contextlib.nullcontext()),
     "trace_overflow": ({"trace_overflow": True}, lambda handle: contextlib.nullcontext()),
     "capsule": ({}, lambda handle: contextlib.nullcontext()),
     "record": ({"trace_overflow": True}, lambda handle: handle.record()),
@@ -194,9 +209,13 @@ def trained(
 @pytest.mark.filterwarnings("ignore:step . of Adam has inf or nan")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
-def test_looking_on_changes_nothing(kind: type[Writer], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_looking_on_changes_nothing(
+    kind: type[Writer], dtype: torch.dtype, tmp_path: Path, nothing_kept: Callable[[bool], None]
+) -> None:
+    nothing_kept(False)
     expected, calls = trained(kind, dtype, tmp_path / "plain", {}, lambda handle: contextlib.nullcontext())
     assert calls == 8
+    nothing_kept(True)
     for name, (settings, look) in LOOKS.items():
         given = {"capsule": tmp_path / "capsules"} if name == "capsule" else settings
         found, calls = trained(kind, dtype, tmp_path / name, given, look)

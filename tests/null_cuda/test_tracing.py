@@ -33,7 +33,7 @@ def clean_step(make: Callable[[Any], Any], *, traced: bool) -> Cost:
     try:
         for _ in range(3):
             step()
-        assert runtime_of(handle).overflows.recorder.armed == traced
+        assert runtime_of(handle).overflows.recorder.records == traced
         return spent(step)
     finally:
         handle.deactivate()
