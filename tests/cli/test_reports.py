@@ -33,7 +33,7 @@ if "apex" in sys.argv:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0)
 for step in range(4):
     x = torch.randn(4, 8)
-    if step == 2 and "fault" in sys.argv:
+    if (step == 2 and "fault" in sys.argv) or "always" in sys.argv:
         x *= 3e3
     optimizer.zero_grad()
     loss = model(x).float().square().mean() / 64
@@ -53,6 +53,8 @@ RUNS = {
     "good": [*RUN, "--report", "good.json", "--fail-on", "skip", "faulty.py"],
     "own code": [*RUN, "--fail-on", "overflow", "faulty.py", "fault", "fails"],
     "apex": [*RUN, "--report", "apex.json", "--fail-on", "overflow", "faulty.py", "fault", "apex"],
+    "unasked": ["run", "--device-type", "cpu", "--dtype", "fp16", "faulty.py", "fault"],
+    "again": ["run", "--device-type", "cpu", "--dtype", "fp16", "--trace-overflow", "faulty.py", "always"],
     "page of json": ["report", "bad.json", "-o", "bad.html", "--fail-on", "overflow"],
     "no page": ["report", "good.json", "-o", "two.json"],
     "two": ["report", "good.json", "good.json"],
@@ -98,6 +100,19 @@ def test_a_program_of_apex_is_traced_too(folder: Path, ended: dict[str, Ended]) 
     assert found["opt_level"] == "O2"
     assert found["skips"]["groups"][0]["kind"] == "half_precision_op"
     assert found["skips"]["groups"][0]["overflow"]["location"].endswith("faulty.py:5")
+
+
+def test_the_first_step_is_explained_without_an_option(ended: dict[str, Ended]) -> None:
+    err = ended["unasked"].err
+    assert ended["unasked"].code == 0
+    assert "step 2 overflowed at loss scale 65536: mul in module 1 at faulty.py:5 made inf" in err
+    assert 'add fp32 = ["__mul__", "__rmul__"] to the list file (tried)' in err
+
+
+def test_the_same_cause_is_printed_once_and_counted(ended: dict[str, Ended]) -> None:
+    err = ended["again"].err
+    assert err.count("mul in module 1 at faulty.py:5") == 2
+    assert err.count(", and not in fp32: in 3 more steps") == 1
 
 
 def test_the_programs_own_code_stays(ended: dict[str, Ended]) -> None:
