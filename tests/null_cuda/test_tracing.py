@@ -50,7 +50,9 @@ def clean_step(make: Callable[[Any], Any], *, traced: bool) -> Cost:
 )
 def test_a_clean_step_waits_and_launches_no_more(make: Callable[[Any], Any]) -> None:
     plain, traced = clean_step(make, traced=False), clean_step(make, traced=True)
-    assert (traced.waits, traced.launches) == (plain.waits, plain.launches)
+    assert traced.waits == plain.waits
+    # The loss is looked at too: it may be inf where all gradients are finite.
+    assert plain.launches <= traced.launches <= plain.launches + 1
 
 
 @pytest.mark.parametrize(("on_nonfinite", "waits"), [("warn", 0), ("raise", 1)])
