@@ -2,6 +2,8 @@
 
 from autoamp.compat.multi_tensor.optimizers import (
     multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
     multi_tensor_lamb,
     multi_tensor_lamb_stage1,
     multi_tensor_lamb_stage2,

@@ -1,8 +1,9 @@
 """The optimizer steps of `amp_C`: one call updates lists of parameters and their state in place.
 
 Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `tensor_lists` do, and computes in fp32,
-or in fp64 for fp64 tensors. Where ``noop_flag`` is not 0 nothing is done. To read the flag is to wait for the device,
-unless a compiled kernel takes the lists.
+or in fp64 for fp64 tensors. Where ``noop_flag`` is not 0 nothing is done. To read the flag is to wait for the device;
+the capturable functions do not, nor do the others where a compiled kernel takes the lists. The capturable ones alone
+write to gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, wide
 from autoamp.errors import UsageError
 
 __all__ = [
-    "multi_tensor_adam", "multi_tensor_lamb", "multi_tensor_lamb_stage1", "multi_tensor_lamb_stage2",
-    "multi_tensor_sgd",
+    "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_lamb",
+    "multi_tensor_lamb_stage1", "multi_tensor_lamb_stage2", "multi_tensor_sgd",
 ]  # fmt: skip
 
 
@@ -84,6 +85,81 @@ def multi_tensor_adam(
         formulas.ADAM, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
         step=step, decoupled=mode == 1, bias_correction=bool(bias_correction), weight_decay=weight_decay,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Take a step of Adam or AdamW, as `multi_tensor_adam`, without waiting for the device.
+
+    Args:
+        chunk_size: No effect.
+        noop_flag: One element; where it is set all tensors stay as they are.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. The gradients are multiplied by ``inv_scale`` in
+            place.
+        lr: The learning rate, one element.
+        beta1: Decay of the average of the gradient.
+        beta2: Decay of the average of its square.
+        epsilon: Added to the root.
+        step: The number of this step, from 1; one element.
+        mode: 0 adds the decay to the gradient, 1 is AdamW.
+        bias_correction: Whether the averages are divided by ``1 - beta ** step``.
+        weight_decay: The factor of the decay.
+        inv_scale: What the gradients are multiplied by first, one element.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    lists = checked("multi_tensor_adam_capturable", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
+    _adam_on_device(noop_flag, [*lists, lists[1]], lr, beta1, beta2, epsilon, step, mode, bias_correction,
+                    weight_decay, inv_scale)  # fmt: skip
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable_master(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
+    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Step masters as `multi_tensor_adam_capturable` steps parameters, and copy them to the parameters.
+
+    ``tensor_lists`` is ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the other arguments are those of
+    `multi_tensor_adam_capturable`.
+
+    Raises:
+        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
+    """
+    names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
+    lists = checked("multi_tensor_adam_capturable_master", tensor_lists, *names)
+    _adam_on_device(noop_flag, lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def _adam_on_device(
+    noop_flag: Tensor, lists: list[list[Tensor]], lr: Tensor, beta1: float, beta2: float, epsilon: float, step: Tensor,
+    mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    _check_mode("multi_tensor_adam_capturable", mode)
+    grads, params, firsts, seconds, masters = lists
+    if not grads:
+        return
+    device = grads[0].device
+    number, count, factor, flag = (
+        tensor.to(device, non_blocking=True).reshape(()) for tensor in (lr, step, inv_scale, noop_flag)
+    )
+    skip = flag != 0
+    wide_grads = list(torch._foreach_mul(wide(grads), factor))
+    # These are new tensors where the lists have half ones, which `write_back` copies them to below.
+    values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
+    formulas.adam_on_device_(
+        values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
+        bias_correction=bias_correction, weight_decay=weight_decay, decoupled=mode == 1, skip=skip,
+    )  # fmt: skip
+    for tensors, new in zip((masters, firsts, seconds), (values, first_values, second_values), strict=True):
+        formulas.write_back(tensors, new)
+    formulas.write_back(grads, [torch.where(skip, grad, new) for grad, new in zip(grads, wide_grads, strict=True)])
+    if params is not masters:
+        formulas.write_back(params, [torch.where(skip, param, new) for param, new in zip(params, values, strict=True)])
 
 
 @torch.no_grad()

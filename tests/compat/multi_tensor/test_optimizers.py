@@ -80,6 +80,18 @@ def uncorrected(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -
     mo.multi_tensor_adam(1, noop, [grads, params, *states], 0.02, *ADAM, step, 1, 0, 0.0)
 
 
+def capturable(kind: Any, mode: int, masters: bool = False) -> Case:
+    def call(noop: Tensor, grads: Any, params: Any, states: Any, step: int) -> None:
+        numbers = (torch.tensor(0.02), *ADAM, torch.tensor([step], dtype=torch.int32), mode, 1, 0.1, one(1.0))
+        if masters:
+            models, *averages = states
+            mo.multi_tensor_adam_capturable_master(1, noop, [grads, models, *averages, params], *numbers)
+        else:
+            mo.multi_tensor_adam_capturable(1, noop, [grads, params, *states], *numbers)
+
+    return Case(call, adam(kind, mode).reference, 2 + masters, is_exact=False)
+
+
 def fused_lamb(decay: float, nvlamb: bool, limit: float, mode: int) -> Callable[[Any], torch.optim.Optimizer]:
     options: dict[str, Any] = {"weight_decay": decay, "use_nvlamb": nvlamb, "max_grad_norm": limit}
     return lambda those: fused.FusedLAMB(those, 0.02, betas=BETAS, adam_w_mode=mode == 1, **options)
@@ -110,6 +122,9 @@ CASES = {
     "adam": adam(torch.optim.Adam, 0),
     "adamw": adam(torch.optim.AdamW, 1),
     "adam uncorrected": Case(uncorrected, lambda those: fused.FusedAdam(those, 0.02, False, BETAS)),
+    "capturable adam": capturable(torch.optim.Adam, 0),
+    "capturable adamw": capturable(torch.optim.AdamW, 1),
+    "capturable adamw with masters": capturable(torch.optim.AdamW, 1, masters=True),
     "lamb": lamb(0.1, False, 0.5),
     "lamb with decay of gradients": lamb(0.1, False, 100.0, mode=0),
     "lamb without decay": lamb(0.0, False, 0.0),
@@ -179,6 +194,18 @@ def test_sgd_scales_gradients_and_writes_copies() -> None:
     mo.multi_tensor_sgd(1, flag(), lists, 0.0, 0.0, 0.0, 0.5, False, True, False, 4.0)
     torch.testing.assert_close(params, expected)
     assert all(torch.equal(copy, param.half()) for copy, param in zip(copies, params, strict=True))
+
+
+def test_capturable_adam_unscales_gradients_and_copies_masters(half: torch.dtype) -> None:
+    true, masters, plain = tensors(half, 1), tensors(torch.float32, 0), tensors(torch.float32, 0)
+    grads, (models,) = [grad * 4 for grad in true], zeros(half, 1)
+    number = torch.tensor([1], dtype=torch.int32)
+    lists = [grads, models, *zeros(torch.float32, 2), masters]
+    mo.multi_tensor_adam_capturable_master(1, flag(), lists, one(0.02), *ADAM, number, 1, 1, 0.1, one(0.25))
+    mo.multi_tensor_adam(1, flag(), [true, plain, *zeros(torch.float32, 2)], 0.02, *ADAM, 1, 1, 1, 0.1)
+    assert all(map(torch.equal, grads, true))
+    torch.testing.assert_close(masters, plain)
+    assert all(torch.equal(model, master.to(half)) for model, master in zip(models, masters, strict=True))
 
 
 @pytest.mark.parametrize(
