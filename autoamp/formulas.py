@@ -211,7 +211,7 @@ def _lamb_(
 
 
 def _fused_kernel_takes(*lists: list[Tensor]) -> bool:
-    """Tell whether torch's fused operators take these: they go through memory, so that all must lie in one order."""
+    """Whether torch's fused operators take these: they go through memory, so that all must lie in one order."""
     tensors = [tensor for some in lists for tensor in some]
     if not tensors or tensors[0].device.type not in ("cpu", "cuda"):
         return False

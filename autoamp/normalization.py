@@ -360,7 +360,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether nothing but the kernel's own kind of backward is asked of a tensor."""
+    """Whether nothing but the kernel's own kind of backward is asked of a tensor."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.dtype in (torch.float32, *_HALF)

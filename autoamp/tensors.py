@@ -47,7 +47,7 @@ _dtype_of, _layout_of, _is_cpu = map(operator.attrgetter, ("dtype", "layout", "i
 
 
 def are_dense_fp32(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Tell whether all are torch's own dense fp32 tensors on a device, in sweeps that hundreds of them do not slow."""
+    """Whether all are torch's own dense fp32 tensors on a device, in sweeps that hundreds of them do not slow."""
     if not (
         _PLAIN.issuperset(map(type, tensors))
         and {torch.float32}.issuperset(map(_dtype_of, tensors))

@@ -430,7 +430,7 @@ in_dual_level: Callable[[], bool] = _dual_level()
 
 
 def is_intercepted() -> bool:
-    """Tell whether torch's own op has to be called in this thread, for somebody intercepts it.
+    """Whether torch's own op has to be called in this thread, for somebody intercepts it.
 
     That is a region of torch.autocast, a mode, `torch.jit.trace` or forward-mode derivatives.
     """
@@ -538,7 +538,7 @@ def has_step_pre_hooks(optimizer: Any) -> bool:
 
 
 def is_parallelized(module: Any) -> bool:
-    """Tell whether `parallelize_module` has distributed a module; False where the installed torch does not mark it."""
+    """Whether `parallelize_module` has distributed a module; False where the installed torch does not mark it."""
     return bool(getattr(module, "_distribute_module_applied", False))
 
 

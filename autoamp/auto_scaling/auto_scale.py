@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.auto_scaling.backward_pass import (
     ScaledPass,
+    as_list,
     can_begin_at,
     largest_scale,
-    listed,
     reached_by,
     scaled_gradients,
 )
@@ -193,8 +193,8 @@ class AutoScale(Subscriber):
             if not self.active:
                 original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
                 return
-            roots = listed(tensors)
-            given = listed(grad_tensors if grad_variables is None else grad_variables)
+            roots = as_list(tensors)
+            given = as_list(grad_tensors if grad_variables is None else grad_variables)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             running = self._passes.joinable()
             if running is not None:
@@ -270,7 +270,7 @@ class AutoScale(Subscriber):
             run(roots, gradients)
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
-        """Tell whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
+        """Whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
         return (
             self._scaler.checks
             and self.yielded_to is None

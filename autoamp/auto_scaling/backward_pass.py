@@ -24,9 +24,9 @@ from autoamp.tensors import HALF_DTYPES
 __all__ = [
     "OurHook",
     "ScaledPass",
+    "as_list",
     "can_begin_at",
     "largest_scale",
-    "listed",
     "reached_by",
     "register_first",
     "scaled_gradients",
@@ -48,7 +48,7 @@ class Flags:
         self._of = WeakTensorKeyDictionary()
         self.all: list[Tensor] = []
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def get(self, tensor: Tensor) -> Tensor:
         """Return the flag of a tensor, a new one where there is none."""
         if tensor not in self._of:
             self._of[tensor] = self._blank(tensor.device)
@@ -159,7 +159,7 @@ class ScaledPass:
         new = {id(tensor): tensor for tensor in inner if id(tensor) not in self._inner}
         for tensor in (*leaves, *new.values()):
             # Made here, where the streams of all that runs wait for what this one does.
-            self._flags.of(tensor)
+            self._flags.get(tensor)
             self._factor(tensor.device)
         self._sure.update({id(leaf): weakref.ref(leaf) for leaf in leaves if self._adds_to_checked(leaf)})
         self._arrivals.update({id(leaf): register_first(leaf, _Arrival(self, leaf)) for leaf in leaves})
@@ -183,16 +183,16 @@ class ScaledPass:
             return True
         # A sum of finite halves may be inf.
         return leaf.dtype not in HALF_DTYPES and not any(
-            guard.checks.unchecked([leaf]) for guard in self._owners.get(id(leaf), ())
+            guard.pending.unchecked([leaf]) for guard in self._owners.get(id(leaf), ())
         )
 
     def concern(self, guard: StepGuard) -> None:
         """Let a guard wait for the check."""
-        if self._check not in guard.checks.pending:
-            guard.checks.expect(self._check)
+        if self._check not in guard.pending.checks:
+            guard.pending.expect(self._check)
 
     def knows(self, leaf: Tensor) -> bool:
-        """Tell whether gradients have true values once they have arrived at a leaf."""
+        """Whether gradients have true values once they have arrived at a leaf."""
         return id(leaf) in self._arrivals
 
     def arrived(self, leaf: Tensor, gradient: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class ScaledPass:
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
-        factor, flag = self._factor(tensor.device), self._flags.of(tensor)
+        factor, flag = self._factor(tensor.device), self._flags.get(tensor)
         return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self._cleans)
 
     def _factor(self, device: torch.device) -> Tensor:
@@ -221,10 +221,10 @@ class ScaledPass:
         if self._cleans or gradient.layout is not torch.strided:
             return gradient
         # The flag has shape (1,). A gradient without dimensions needs one without.
-        return torch.where(self._flags.of(leaf).reshape(()) != 0, math.nan, gradient)
+        return torch.where(self._flags.get(leaf).reshape(()) != 0, math.nan, gradient)
 
     def is_now(self) -> bool:
-        """Tell whether this pass calls."""
+        """Whether this pass calls."""
         return self._now() is self
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class ScaledPass:
             leaf = self._sure[name]() if name in self._sure else None
             if leaf is not None and not _has_hooks(leaf):
                 for guard in self._owners.get(name, ()):
-                    guard.checks.note_checked([leaf])
+                    guard.pending.note_checked([leaf])
         self._arrivals, self._inner, self._passed_on, self._sure = {}, {}, {}, {}
 
 
@@ -311,7 +311,7 @@ class _InnerGradient:
         self._before = tensor.grad
 
 
-def listed(tensors: Any) -> list[Any]:
+def as_list(tensors: Any) -> list[Any]:
     """Return one tensor, or a sequence of them, as a list; nothing as an empty one."""
     if tensors is None:
         return []
@@ -319,7 +319,7 @@ def listed(tensors: Any) -> list[Any]:
 
 
 def can_begin_at(root: Any, gradient: Any) -> bool:
-    """Tell whether a pass can begin at a root, with the gradient that is given for it."""
+    """Whether a pass can begin at a root, with the gradient that is given for it."""
     if not isinstance(root, Tensor) or not root.requires_grad or not root.is_floating_point():
         return False
     return root.numel() == 1 if gradient is None else isinstance(gradient, Tensor) and gradient.shape == root.shape
@@ -357,5 +357,5 @@ def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], 
         waiting.extend(following for following, _ in node.next_functions)
     if inputs is None:
         return list(leaves.values()), nodes
-    wanted = [tensor for tensor in listed(inputs) if isinstance(tensor, Tensor)]
+    wanted = [tensor for tensor in as_list(inputs) if isinstance(tensor, Tensor)]
     return wanted, nodes

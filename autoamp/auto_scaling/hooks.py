@@ -101,7 +101,7 @@ class _Claim(OurHook):
 
 
 def is_ours(hook: Any) -> bool:
-    """Tell whether a hook is one that autoamp made."""
+    """Whether a hook is one that autoamp made."""
     return isinstance(hook, (OurHook, Hook))
 
 

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from autoamp.casting.threads import KeptCast, ThreadState
 from autoamp.torch_private import is_transformed, tracing_state
 
-__all__ = ["CastCache", "cast_for_any_mode", "serves_others"]
+__all__ = ["CastCache", "cast_for_any_mode", "is_cacheable"]
 
 
 class _Pin:
@@ -82,12 +82,12 @@ class CastCache:
 
     def clear(self) -> None:
         """Drop the casts of this thread's running module call."""
-        if self.local.entries is not None:
-            self.local.entries = {}
-            self.local.last = None
+        if self.local.param_casts is not None:
+            self.local.param_casts = {}
+            self.local.last_activation = None
 
     def __len__(self) -> int:
-        kept = sum(entry is not None for entry in (self.local.entries or {}).values())
+        kept = sum(entry is not None for entry in (self.local.param_casts or {}).values())
         pins = list(self.pins.values())
         packed = sum(len(pin.layer.parameters) for pin in pins if pin.layer is not None)
         return kept + packed + sum(pin.kept is not None for pin in pins)
@@ -108,10 +108,10 @@ class CastCache:
             pin = self.pins.get(id(parameter))
             if pin is not None:
                 return _pinned_cast(pin, parameter, convert)
-        entries = self.local.entries
-        if entries is None:
+        param_casts = self.local.param_casts
+        if param_casts is None:
             return convert(parameter)
-        entry = entries.get(id(parameter))
+        entry = param_casts.get(id(parameter))
         if entry is not None and _is_valid(entry) and _is_usable(entry[1], parameter, grad):
             return entry[1]
         cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
@@ -119,13 +119,13 @@ class CastCache:
             # An inference tensor has no version, so no cast of it is kept. As parameters they are rare, so that the
             # exception costs less than a test for each parameter.
             with contextlib.suppress(RuntimeError):
-                entries[id(parameter)] = (
+                param_casts[id(parameter)] = (
                     parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
                     parameter.untyped_storage(),
                 )  # fmt: skip
         return cast
 
-    def share(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    def cast_activation(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``convert(tensor)``, or the kept cast where this activation was the last that was cast.
 
         Not for a tensor without gradients: numpy or a collective may write to it without a new version.
@@ -134,7 +134,7 @@ class CastCache:
             tensor: A floating-point tensor that requires gradients, of any shape.
             convert: Returns the tensor in the half dtype, as part of the graph.
         """
-        last = self.local.last
+        last = self.local.last_activation
         # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
         # may not be computed yet.
         state = tensor.is_leaf, None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
@@ -152,20 +152,20 @@ class CastCache:
             try:
                 # A wrapper of torch.func has no address, and is dead outside its transform.
                 cast.data_ptr()
-                self.local.last = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
+                self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
             except RuntimeError:
-                self.local.last = None
+                self.local.last_activation = None
         return cast
 
 
 def _is_valid(kept: KeptCast) -> bool:
-    """Tell whether neither the source nor the cast was written to, as far as torch records it."""
+    """Whether neither the source nor the cast was written to, as far as torch records it."""
     source, cast, version, cast_version, address, _ = kept
     return source._version == version and cast._version == cast_version and source.data_ptr() == address
 
 
 def _is_usable(cast: Tensor, source: Tensor, grad: bool) -> bool:
-    """Tell whether a kept cast may be used with gradients on or off as given, and in the inference mode of now."""
+    """Whether a kept cast may be used with gradients on or off as given, and in the inference mode of now."""
     return (
         cast.requires_grad is (grad and source.requires_grad)
         # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
@@ -179,13 +179,13 @@ def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Te
     if pin.kept is not None and pin.kept[0]._version == pin.kept[1]:
         return pin.kept[0]
     cast = cast_for_any_mode(parameter, convert)
-    if cast is not parameter and serves_others(cast):
+    if cast is not parameter and is_cacheable(cast):
         pin.kept = cast, cast._version
     return cast
 
 
-def serves_others(cast: Tensor) -> bool:
-    """Tell whether later calls can use a cast: not a subclass, such as a fake tensor, nor a wrapper of `torch.func`."""
+def is_cacheable(cast: Tensor) -> bool:
+    """Whether later calls can use a cast: not a subclass, such as a fake tensor, nor a wrapper of `torch.func`."""
     return type(cast) is Tensor and not is_transformed(cast)
 
 

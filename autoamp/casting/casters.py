@@ -45,7 +45,7 @@ def build_caster(
     any_autocast, autocast_rules = is_any_autocast_enabled, torch.is_autocast_enabled
     local: Any = None if cache is None else cache.local
     cached: Any = None if cache is None else cache.cast
-    share: Any = None if cache is None else cache.share
+    cast_activation: Any = None if cache is None else cache.cast_activation
 
     def cast_traced(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
         # A compiler shares casts within its graph.
@@ -56,9 +56,9 @@ def build_caster(
         # In an autocast region of this device type torch casts.
         if any_autocast() and autocast_rules(device_type):
             return args
-        entries, pins, new = None, None, None
+        param_casts, pins, new = None, None, None
         if cache is not None:
-            entries, pins = local.entries, cache.pins
+            param_casts, pins = local.param_casts, cache.pins
         for place, arg in enumerate(args):
             kind = type(arg)
             if kind is Tensor or kind is Parameter or (kind not in plain and isinstance(arg, Tensor)):
@@ -70,14 +70,16 @@ def build_caster(
                 if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
                     common = dtype_with_sparse(iter_tensors(args), target)
                     return _cast_all(args, common, convert if common is target else Tensor.float, device_type)
-                if kind is Parameter and ((entries is not None and id(arg) in entries) or (pins and id(arg) in pins)):
+                if kind is Parameter and (
+                    (param_casts is not None and id(arg) in param_casts) or (pins and id(arg) in pins)
+                ):
                     cast = cached(arg, convert)
-                elif kind is Tensor and shares and entries is not None and arg.requires_grad:
-                    cast = share(arg, convert)
+                elif kind is Tensor and shares and param_casts is not None and arg.requires_grad:
+                    cast = cast_activation(arg, convert)
                 else:
-                    if kind is Parameter and entries is not None:
+                    if kind is Parameter and param_casts is not None:
                         # Most are used once in a module call. From the second use on the cast is kept.
-                        entries[id(arg)] = None
+                        param_casts[id(arg)] = None
                     cast = convert(arg)
             elif kind in plain:
                 continue

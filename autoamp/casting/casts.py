@@ -17,20 +17,20 @@ from torch.nn import Module
 
 from autoamp.casting.cache import CastCache
 from autoamp.casting.casters import CASTABLE_DTYPES, build_caster
-from autoamp.casting.threads import Switches, ThreadState, TracedSwitches
+from autoamp.casting.threads import Switches, ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
-__all__ = ["Casts"]
+__all__ = ["CastState"]
 
 
-def _is_eligible_traced(casts: Casts, tensor: Tensor) -> bool:
-    """`Casts.eligible` as `_cast_all` in `casters`: Dynamo reads no layout in the backward of a custom function."""
+def _is_eligible_traced(casts: CastState, tensor: Tensor) -> bool:
+    """`CastState.eligible` as `_cast_all` in `casters`: Dynamo reads no layout in the backward of a custom function."""
     is_castable = tensor.dtype in CASTABLE_DTYPES and tensor.device.type == casts.device_type
     return is_castable and not casts.autocast_rules()
 
 
-class Casts:
+class CastState:
     """Casts for one handle: the half dtype, the device type, each thread's switches, the cache.
 
     Args:
@@ -89,17 +89,17 @@ class Casts:
         self.cache.clear()
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Tell whether a call with these arguments is to be cast, in this thread and now."""
+        """Whether a call with these arguments is to be cast, in this thread and now."""
         return bool(self.local.now().on)
 
     def when_off(
-        self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedSwitches
+        self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
     ) -> Callable[..., Any]:
         """Return what a replacement calls where ``local.switches.on`` is false: here the original."""
         return original
 
     def begin_call(self, module: Module) -> bool:
-        """Tell whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
+        """Whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
         return False
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
@@ -120,16 +120,16 @@ class Casts:
 
     def remembered(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function so that it runs as this thread casts now, whenever and in whichever thread it is called."""
-        return self.local.bound(function, *self.switches())
+        return self.local.with_mode(function, *self.mode())
 
-    def switches(self) -> Switches:
+    def mode(self) -> Switches:
         """Return how this thread casts now, for `ThreadState.set`."""
-        switches = self.local.now()
-        return switches.on, switches.forced_off
+        mode = self.local.now()
+        return mode.on, mode.forced_off
 
     @trace_as(_is_eligible_traced)
     def eligible(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""
+        """Whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""
         return (
             tensor.dtype in CASTABLE_DTYPES
             and tensor.device.type == self.device_type
@@ -138,7 +138,7 @@ class Casts:
         )
 
     def autocast_rules(self) -> bool:
-        """Tell whether this thread is in a torch.autocast region of this device type: there torch casts, and not we."""
+        """Whether this thread is in a torch.autocast region of this device type: there torch casts, and not we."""
         return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:

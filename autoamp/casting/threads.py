@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoamp.torch_private import mark_constant, trace_as, tracing_context
 
-__all__ = ["KeptCast", "Switches", "ThreadState", "Token", "TracedSwitches"]
+__all__ = ["KeptCast", "Switches", "ThreadState", "Token", "TracedMode"]
 
 KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
 """A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
@@ -24,16 +24,16 @@ brings in has another one. Of an activation it is whether it was a leaf, and the
 """
 
 Switches = tuple[Any, bool]
-"""The values of `ThreadSwitches.on` and `ThreadSwitches.forced_off`, as `ThreadState.set` takes them."""
+"""The values of `ThreadMode.on` and `ThreadMode.forced_off`, as `ThreadState.set` takes them."""
 
 Token = tuple[Any, bool | None]
 """What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
 
 
-class ThreadSwitches:
+class ThreadMode:
     """The two switches of one thread.
 
-    Class attributes are the defaults of a thread that sets nothing itself: no casts, until `Casts.open`.
+    Class attributes are the defaults of a thread that sets nothing itself: no casts, until `CastState.open`.
 
     A plain object: what compiled code sets on an instance of a subclass of `threading.local`, Dynamo of torch 2.13
     writes to a dict that threads do not read, and its guards read that dict.
@@ -48,7 +48,7 @@ class ThreadSwitches:
     forced_off = True
 
 
-class TracedSwitches:
+class TracedMode:
     """The two switches as code finds them that Dynamo traces, which reads them here.
 
     Traced code that sets them has decided all casts once it is compiled, so nothing is set when it runs. A side effect
@@ -58,23 +58,23 @@ class TracedSwitches:
     context, and with it no switches that are set.
 
     Attributes:
-        switches: This object, as `ThreadState.switches` is what other code reads.
+        switches: This object, as `ThreadState.mode` is what other code reads.
     """
 
     def __init__(self, local: ThreadState) -> None:
         self._local = local
         self._set: weakref.WeakKeyDictionary[Any, list[tuple[Any, bool]]] = weakref.WeakKeyDictionary()
-        self.switches = self
+        self.mode = self
 
     @property
     def on(self) -> Any:
-        """`ThreadSwitches.on`. Compiled code guards on what its thread had when it was called."""
-        return self.autoamp_now(0, self._local.switches.on)
+        """`ThreadMode.on`. Compiled code guards on what its thread had when it was called."""
+        return self.autoamp_now(0, self._local.mode.on)
 
     @property
     def forced_off(self) -> Any:
-        """`ThreadSwitches.forced_off`, guarded alike."""
-        return self.autoamp_now(1, self._local.switches.forced_off)
+        """`ThreadMode.forced_off`, guarded alike."""
+        return self.autoamp_now(1, self._local.mode.forced_off)
 
     @mark_constant
     def autoamp_now(self, index: int, at_call: Any) -> Any:
@@ -115,44 +115,44 @@ class ThreadState(threading.local):
     Attributes:
         switches: Whether this thread casts.
         traced: The switches of code that Dynamo traces, whichever thread it traces in.
-        entries: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was used
-            once, whose cast is kept from the second use on. The whole is None outside of module calls.
-        last: The last activation that was cast, with its cast.
+        param_casts: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was
+            used once, whose cast is kept from the second use on. The whole is None outside of module calls.
+        last_activation: The last activation that was cast, with its cast.
         regions: The disabled torch.autocast regions that this thread is in, outermost first, each with the token of
             the switches that it set.
     """
 
-    _make_switches: type[ThreadSwitches]
-    traced: TracedSwitches
-    entries: dict[int, KeptCast | None] | None = None
-    last: KeptCast | None = None
+    _make_mode: type[ThreadMode]
+    traced: TracedMode
+    param_casts: dict[int, KeptCast | None] | None = None
+    last_activation: KeptCast | None = None
     regions: tuple[tuple[Any, Token | None], ...] = ()
 
     def __new__(cls) -> ThreadState:
         """Make an instance of a class of its own, whose attributes are one handle's in every thread."""
-        switches = type(ThreadSwitches.__name__, (ThreadSwitches,), {})
-        own: Any = type(cls.__name__, (cls,), {"_make_switches": switches})
+        mode = type(ThreadMode.__name__, (ThreadMode,), {})
+        own: Any = type(cls.__name__, (cls,), {"_make_mode": mode})
         state: ThreadState = super().__new__(own)
-        own.traced = TracedSwitches(state)
+        own.traced = TracedMode(state)
         return state
 
     def __init__(self) -> None:
         """Make the switches of a thread: `threading.local` calls this in each."""
-        self.switches = self._make_switches()
+        self.mode = self._make_mode()
 
     @trace_as(lambda state: state.traced)
-    def now(self) -> ThreadSwitches | TracedSwitches:
+    def now(self) -> ThreadMode | TracedMode:
         """Return the switches as the code that calls this finds them, whether it runs or Dynamo traces it."""
-        return self.switches
+        return self.mode
 
-    @trace_as(lambda state: state.traced.autoamp_now(1, vars(state.switches).get("forced_off")))
+    @trace_as(lambda state: state.traced.autoamp_now(1, vars(state.mode).get("forced_off")))
     def is_forced_off(self) -> bool:
         """Whether this thread, and not the default, forces casts off."""
-        return bool(vars(self.switches).get("forced_off"))
+        return bool(vars(self.mode).get("forced_off"))
 
     def set_default(self, on: Any, *, forced_off: bool) -> None:
         """Set the switches of all threads that have set nothing themselves."""
-        cls = self._make_switches
+        cls = self._make_mode
         cls.on, cls.forced_off = on, forced_off
 
     @trace_as(_set_traced)
@@ -163,10 +163,10 @@ class ThreadState(threading.local):
             on: None for the default. Where ``forced_off`` is not given and the thread's is True, this becomes False.
             forced_off: None leaves it as it is.
         """
-        own = vars(self.switches)
+        own = vars(self.mode)
         token = own.get("on"), own.get("forced_off")
         if forced_off is None:
-            forced_off, on = token[1], False if self.switches.forced_off else on
+            forced_off, on = token[1], False if self.mode.forced_off else on
         self._put(on, forced_off)
         return token
 
@@ -176,14 +176,14 @@ class ThreadState(threading.local):
         self._put(*token)
 
     def _put(self, on: Any, forced_off: bool | None) -> None:
-        own = vars(self.switches)
+        own = vars(self.mode)
         for name, value in (("on", on), ("forced_off", forced_off)):
             if value is None:
                 own.pop(name, None)
             else:
                 own[name] = value
 
-    def bound(self, function: Callable[..., Any], on: Any, forced_off: bool | None = None) -> Callable[..., Any]:
+    def with_mode(self, function: Callable[..., Any], on: Any, forced_off: bool | None = None) -> Callable[..., Any]:
         """Return a function that calls another with these switches, in whichever thread and whenever it is called."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -195,10 +195,10 @@ class ThreadState(threading.local):
 
         return run
 
-    def bound_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_casts_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another with casts off, whatever is asked for within."""
-        return self.bound(function, False, forced_off=True)
+        return self.with_mode(function, False, forced_off=True)
 
-    def bound_as_traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_traced_mode(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another as the code casts that Dynamo traces now."""
-        return self.bound(function, self.traced.on, self.traced.forced_off)
+        return self.with_mode(function, self.traced.on, self.traced.forced_off)

@@ -110,7 +110,7 @@ class DistributedState:
 
 
 def _unread(read: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Tell whether the loss scales are the very floats that were there before, and not those of a checkpoint."""
+    """Whether the loss scales are the very floats that were there before, and not those of a checkpoint."""
     scalers = [key for key in given if isinstance(given[key], Mapping)]
     return bool(scalers) and all(
         key in read and read[key].get("loss_scale") is given[key]["loss_scale"] for key in scalers

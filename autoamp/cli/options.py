@@ -52,7 +52,7 @@ class Options:
     on_nonfinite: OnNonfinite = "warn"
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Options:
+    def from_mapping(cls, values: Mapping[str, Any]) -> Options:
         """Take the options out of a mapping that may have more, such as a parsed command line or JSON."""
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 

@@ -47,7 +47,7 @@ def default_table(lists: Any = None, kind: str | None = None, dtype: torch.dtype
         ListFileError: A list cannot be used.
         UsageError: Torch knows no such device type, or no half precision for it.
     """
-    return Settings.of(lists=lists, device_type=kind, dtype=dtype).table
+    return Settings.from_arguments(lists=lists, device_type=kind, dtype=dtype).table
 
 
 def device_of(kind: str | None = None) -> dict[str, str]:
@@ -144,7 +144,7 @@ def bound_names() -> dict[str, list[str]]:
         ``rebound``: module globals (``from torch import relu``), but torch's own; `autoamp.init` rebinds them.
         ``unreached``: items of containers, attributes of classes, default arguments, partials: it does not reach them.
     """
-    with Region(True, Settings.of()) as handle:
+    with Region(True, Settings.from_arguments()) as handle:
         rebound = [name for name in handle.late_bound if not name.startswith("torch.")]
     originals = {id(target.original): target.original for target in expand(default_table()).targets}
     unreached = []

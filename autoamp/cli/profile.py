@@ -30,7 +30,7 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
     path = None if chosen.json is None else writable("--json", chosen.json)
     program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     take_path(program)
-    settings = Settings.of(chosen.lists or None, chosen.device_type, torch.float16)
+    settings = Settings.from_arguments(chosen.lists or None, chosen.device_type, torch.float16)
     check_device(settings.device_type)
     handle: Any = Handle(settings)
     put_handle(handle)

@@ -41,7 +41,7 @@ def main(spec_text: str, program_args: list[str]) -> None:
     spec = json.loads(spec_text)
     program = Program(program_args[0], tuple(program_args[1:]), spec["is_module"])
     take_path(program)
-    options = Options.of(spec["options"])
+    options = Options.from_mapping(spec["options"])
     run = set_up(options)
     random.seed(spec["seed"])
     np.random.seed(spec["seed"])

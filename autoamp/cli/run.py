@@ -44,7 +44,7 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
             f"autoamp run -m {chosen.program} would not reach the processes that it starts; "
             "use torchrun [its options] -m autoamp run [options] script.py"
         )
-    options = Options.of(vars(chosen))
+    options = Options.from_mapping(vars(chosen))
     judged, reports = chosen.fail_on is not None, chosen.report is not None
     if judged or reports:
         # On every rank: either all ranks trace, or none.
@@ -88,7 +88,7 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
 def set_up_child(options: Mapping[str, Any]) -> None:
     """Set up a process that a program under `autoamp run` started, as the program's own was."""
     folder = parents_folder()
-    run = set_up(Options.of(options), count=folder is not None)
+    run = set_up(Options.from_mapping(options), count=folder is not None)
     if folder is not None:
         ChildReports(run, folder).write_at_end()
 

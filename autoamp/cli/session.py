@@ -195,7 +195,7 @@ class Run:
         self._half_losses.reset()
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
-        done = now.optimizers.counts
+        done = now.optimizers.step_stats
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
             self._inherited = done.all, done.skipped
@@ -259,7 +259,7 @@ class Run:
 
     def _steps(self, now: Runtime) -> dict[str, Any]:
         """Return the report's values on steps and the loss scale."""
-        counts, yielded_to, before = now.optimizers.counts, self._scaling.yielded_to, self._inherited
+        counts, yielded_to, before = now.optimizers.step_stats, self._scaling.yielded_to, self._inherited
         by_program = bool(counts.own) or counts.own_scale is not None
         ours = yielded_to is None and (counts.steps > 0 or now.handle is not self.handle)
         if by_program:

@@ -273,7 +273,7 @@ def install_as_apex(
     half = torch.float16 if dtype is None else dtype
     chosen = Options(half, device_type, ("apex", *listed), opt_level, loss_scale, trace_overflow, on_nonfinite)
     # Every wrong argument is told now, not at the program's first call.
-    Settings.of(
+    Settings.from_arguments(
         lists=list(chosen.lists),
         device_type=chosen.device_type,
         dtype=chosen.dtype,
@@ -322,7 +322,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Tell whether ``import apex`` finds autoamp."""
+    """Whether ``import apex`` finds autoamp."""
     return _installed() is not None
 
 
@@ -375,7 +375,7 @@ def _is_ours(module: types.ModuleType | None) -> bool:
 
 
 def _is_import(frame: types.FrameType | None) -> bool:
-    """Tell whether a finder is asked by an import, not by ``importlib.util.find_spec``, which wants None."""
+    """Whether a finder is asked by an import, not by ``importlib.util.find_spec``, which wants None."""
     while frame is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         if frame.f_code.co_name == "_find_and_load_unlocked":
             return True

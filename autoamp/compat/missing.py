@@ -95,6 +95,6 @@ def missing_names(module: str) -> Callable[[str], Any]:
 
 
 def _importing(frame: Any) -> bool:
-    """Tell whether a frame is at a ``from ... import``."""
+    """Whether a frame is at a ``from ... import``."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return 0 <= at < len(code) and bool(dis.opname[code[at]] == "IMPORT_FROM")

@@ -18,7 +18,7 @@ from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import OpRange, RangeProfile
 from autoamp.diagnostics.report.document import failures, report_of
 from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
-from autoamp.diagnostics.report.recording import Recording
+from autoamp.diagnostics.report.recording import ReportRecording
 from autoamp.diagnostics.trace import CastTrace, Row
 from autoamp.diagnostics.verdicts import (
     Communication,
@@ -59,7 +59,7 @@ __all__ = [
     "OverflowTrace",
     "OverflowVerdict",
     "RangeProfile",
-    "Recording",
+    "ReportRecording",
     "Row",
     "ScaleSearch",
     "Watch",

@@ -100,7 +100,7 @@ def program_line(frame: types.FrameType | Caller | None) -> str | None:
 
 
 def in_scaling(frame: types.FrameType | None) -> bool:
-    """Tell whether the innermost frame that is not on the way scales losses or steps optimizers for autoamp."""
+    """Whether the innermost frame that is not on the way scales losses or steps optimizers for autoamp."""
     while frame is not None and _kind(frame.f_code.co_filename) == "library":
         frame = frame.f_back
     return frame is not None and _kind(frame.f_code.co_filename) == "scaling"

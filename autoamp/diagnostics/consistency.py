@@ -121,7 +121,7 @@ class _Listener(Observer):
         """Note a call of a patched function."""
         rule, site = call.op.rule, call.site
         why = [f"{rule.policy.value} by {rule.target!r} in {located(rule.origin)}"]
-        given = [found for module in call.modules if (found := self._precisions.of(module)) is not None]
+        given = [found for module in call.modules if (found := self._precisions.get(module)) is not None]
         why += [f"its module has the precision {given[-1].value}"] if given else []
         # In a backward pass a checkpoint computes again.
         phase = "forward" if current_graph_task() == -1 else "recomputation"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts, dtype_with_sparse
+from autoamp.casting import CastState, dtype_with_sparse
 from autoamp.diagnostics.observer import Call, Observer, Watch
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
@@ -34,7 +34,7 @@ class Counts(Observer, Watch):
         on_stop: Called once by `stop`, with the counts.
     """
 
-    def __init__(self, casts: Casts | None = None, on_stop: Callable[[Counts], object] | None = None) -> None:
+    def __init__(self, casts: CastState | None = None, on_stop: Callable[[Counts], object] | None = None) -> None:
         super().__init__(None if on_stop is None else functools.partial(on_stop, self))
         self._casts_of_handle = casts
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ def floating_tensors(call: Call) -> list[Tensor]:
     return [tensor for tensor in iter_tensors(given) if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def target_of(tensors: list[Tensor], policy: CastPolicy, casts: Casts) -> torch.dtype | None:
+def target_of(tensors: list[Tensor], policy: CastPolicy, casts: CastState) -> torch.dtype | None:
     """Return what a policy casts these arguments to, None where it leaves them."""
     if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):
         return dtype_with_sparse(tensors, casts.dtype if policy is CastPolicy.FP16 else torch.float32)

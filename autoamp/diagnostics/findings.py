@@ -11,7 +11,7 @@ from torch import Tensor
 from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with, is_half
 from autoamp.diagnostics.evidence import Evidence
 from autoamp.diagnostics.op_names import CASTS
-from autoamp.diagnostics.origins import Followed, Origin, bare_op
+from autoamp.diagnostics.origins import Followed, NonFiniteOrigin, bare_op
 from autoamp.diagnostics.roundings import errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,
@@ -69,7 +69,7 @@ def _first_cause(step: Evidence) -> Overflow | None:
     return found
 
 
-def _causes(step: Evidence, run: Followed) -> list[Origin]:
+def _causes(step: Evidence, run: Followed) -> list[NonFiniteOrigin]:
     """Return the origins of what the loss or the gradients hold, the first one first."""
     losses = [origin for one in step.named if one.kind == "loss" and (origin := run.origin_of(one.ref)) is not None]
     found = list(dict.fromkeys([*losses, *run.at_gradients]))
@@ -79,14 +79,14 @@ def _causes(step: Evidence, run: Followed) -> list[Origin]:
     return sorted(found, key=lambda origin: (origin.intended and origin not in losses, origin.number))
 
 
-def _is_reduced(step: Evidence) -> Callable[[Origin], bool]:
+def _is_reduced(step: Evidence) -> Callable[[NonFiniteOrigin], bool]:
     """Return what tells whether inf or nan came out of a reduction over ranks."""
     collectives = [op for op in step.tape.ops if op.is_recorded and op.func.namespace != "aten"]
     memories = {ref.memory for op in collectives for ref in iter_refs((op.args, op.kwargs, op.outputs))}
     return lambda origin: origin.ref.memory in memories
 
 
-def _is_old_gradient(step: Evidence) -> Callable[[Origin], bool]:
+def _is_old_gradient(step: Evidence) -> Callable[[NonFiniteOrigin], bool]:
     """Return what tells whether inf or nan is of an earlier step, whose gradients were not set to zero."""
     memories = {one.ref.memory for one in step.named if one.kind == "grad"}
     return lambda origin: origin.ref.memory in memories
@@ -102,7 +102,7 @@ def _outside_finding(step: Evidence, run: Followed) -> Overflow | None:
     return None
 
 
-def _cause(step: Evidence, half: Followed, origin: Origin) -> Overflow:
+def _cause(step: Evidence, half: Followed, origin: NonFiniteOrigin) -> Overflow:
     """Return the finding for an origin, by the same step in fp32."""
     if origin.op is None:
         return _given_finding(step, half, origin)
@@ -123,7 +123,7 @@ def _cause(step: Evidence, half: Followed, origin: Origin) -> Overflow:
     return replace(_finding(first, NotFiniteInFp32(magnitudes=first.magnitudes)), suggestion=advice)
 
 
-def _finding(origin: Origin, verdict: OverflowVerdict) -> Overflow:
+def _finding(origin: NonFiniteOrigin, verdict: OverflowVerdict) -> Overflow:
     assert origin.op is not None
     place, phase = origin.place, "backward" if origin.op.phase == "backward" else "forward"
     op = place.function or bare_op(origin.op)
@@ -132,15 +132,15 @@ def _finding(origin: Origin, verdict: OverflowVerdict) -> Overflow:
     )  # fmt: skip
 
 
-def _in_unknown_precision(origin: Origin, why: str) -> Overflow:
+def _in_unknown_precision(origin: NonFiniteOrigin, why: str) -> Overflow:
     return _finding(origin, NotLocated(f"it is not known whether fp32 would be finite: {why}"))
 
 
-def _half_dtype(step: Evidence, origin: Origin) -> torch.dtype:
+def _half_dtype(step: Evidence, origin: NonFiniteOrigin) -> torch.dtype:
     return origin.ref.dtype if origin.ref.dtype in HALF_DTYPES else step.half_dtype
 
 
-def half_precision_finding(step: Evidence, origin: Origin, wide: Followed) -> Overflow:
+def half_precision_finding(step: Evidence, origin: NonFiniteOrigin, wide: Followed) -> Overflow:
     """Return the finding for an op that is finite in fp32, with the first entry that makes the step that of fp32."""
     assert origin.op is not None
     in_cast = origin.op.place.is_cast or origin.place.function in CASTS
@@ -201,7 +201,7 @@ def _has_gradients_of(step: Evidence, run: Rerun, wide: Rerun) -> bool:
     return not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2])
 
 
-def _given_finding(step: Evidence, run: Followed, origin: Origin) -> Overflow:
+def _given_finding(step: Evidence, run: Followed, origin: NonFiniteOrigin) -> Overflow:
     """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
     memory = origin.ref.memory
     held = Overflow(NotLocated(), phase="forward", value=origin.value)

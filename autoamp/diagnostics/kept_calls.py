@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.tape import CannotRerun
@@ -136,13 +136,13 @@ class KeptCall:
         return [None if one is None else one.get("the gradient of an output") for one in kept]
 
     @contextlib.contextmanager
-    def as_cast(self, casts: Casts) -> Iterator[None]:
+    def as_cast(self, casts: CastState) -> Iterator[None]:
         """Cast in a ``with`` statement as where the module was called."""
         autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
         with casts.switched(*self._switches), autocast, torch.enable_grad():
             yield
 
-    def run(self, casts: Casts) -> list[Tensor]:
+    def run(self, casts: CastState) -> list[Tensor]:
         """Call the module once more. What that writes is for the caller to undo.
 
         Returns:

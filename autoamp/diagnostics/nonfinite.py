@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.diagnostics.grad_scaler_watch import GradScalerWatch
 from autoamp.diagnostics.overflow import OverflowTrace
-from autoamp.diagnostics.own_scaler import OwnScaler
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.program import Subscriber
@@ -67,7 +67,7 @@ class NonFiniteSteps(Subscriber):
         action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
 
     Attributes:
-        own_scaler: Counts the skips of the program's own `GradScaler`.
+        grad_scaler_watch: Counts the skips of the program's own `GradScaler`.
     """
 
     keeps = 1000
@@ -76,7 +76,7 @@ class NonFiniteSteps(Subscriber):
         self._total = 0
         self._overflows = overflows
         self._action = action
-        self.own_scaler = OwnScaler(optimizers)
+        self.grad_scaler_watch = GradScalerWatch(optimizers)
         self._optimizers = optimizers
         self._found: list[NonFiniteStep] = []
         self._in_a_row = 0
@@ -91,7 +91,7 @@ class NonFiniteSteps(Subscriber):
         """Wait for the flags that were not read."""
         self._optimizers.undoes_steps = False
         self._unread.catch_up()
-        self.own_scaler.catch_up()
+        self.grad_scaler_watch.catch_up()
 
     @property
     def total(self) -> int:
@@ -110,14 +110,14 @@ class NonFiniteSteps(Subscriber):
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at a step with casts off; see `_look`."""
         # The handle may have other casts by the time of a step.
-        return self._optimizers.casts.local.bound(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
+        return self._optimizers.casts.local.with_mode(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
 
     def _look(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at the gradients or losses that an optimizer is about to step by; tell whether to skip the step.
 
         NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``.
         """
-        self.own_scaler.optimizer_called(optimizer)
+        self.grad_scaler_watch.optimizer_called(optimizer)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
         step, acts = self._overflows.recorder.step, self._action != "warn"
@@ -126,9 +126,9 @@ class NonFiniteSteps(Subscriber):
         flagged = getattr(optimizer, "found_inf", None) is not None
         if flagged:
             return False
-        if self.own_scaler.stepping or (guard is not None and guard.checks.resolved):
+        if self.grad_scaler_watch.stepping or (guard is not None and guard.pending.resolved):
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
-            asked = acts or self._overflows.always or self.own_scaler.stepping
+            asked = acts or self._overflows.always or self.grad_scaler_watch.stepping
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]
             return self._check(optimizer, guard, (), losses, waits=acts)
         params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
@@ -162,11 +162,11 @@ class NonFiniteSteps(Subscriber):
         if flag is None:
             return False
         # A guarded step was counted as it began.
-        number = self._optimizers.counts.all - (guard is not None)
+        number = self._optimizers.step_stats.all - (guard is not None)
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
-        unchecked = [] if self.own_scaler.stepping else named_params(optimizer)
+        unchecked = [] if self.grad_scaler_watch.stepping else named_params(optimizer)
         named = ((name, param.grad) for name, param in unchecked if param.grad is not None)
         # The sum of large finite squares is inf as well.
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
@@ -189,7 +189,7 @@ class NonFiniteSteps(Subscriber):
         if found.skipped:
             for param in stepped_params(optimizer):
                 param.grad = None
-            self._optimizers.counts.add_skip()
+            self._optimizers.step_stats.add_skip()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
                 raise NonFiniteGradientsError(
                     f"{self._in_a_row} steps in a row were skipped for inf or nan in the gradients, as "
@@ -198,7 +198,7 @@ class NonFiniteSteps(Subscriber):
                 )
 
     def _known(self, number: int, reference: weakref.ref[Any], not_finite: bool) -> None:
-        """Hear of a step that was taken."""
+        """Called after a step that was taken."""
         optimizer = reference()
         if not not_finite or optimizer is None:
             return

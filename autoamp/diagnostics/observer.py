@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.nn import Module
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError
 from autoamp.ops import Target
@@ -135,7 +135,7 @@ class Observation(Subscriber):
         on_model: Called before each outermost module call; None for nothing.
     """
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self, casts: CastState) -> None:
         self.observers: tuple[Observer, ...] = ()
         self.on_model: Callable[[], object] | None = None
         self._casts = casts

@@ -19,7 +19,7 @@ from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
-__all__ = ["Followed", "Origin", "bare_op", "nonfinite_value"]
+__all__ = ["Followed", "NonFiniteOrigin", "bare_op", "nonfinite_value"]
 
 # With these a program writes -inf on purpose, as into the masked scores of an attention.
 _WRITERS = frozenset(
@@ -55,7 +55,7 @@ def bare_op(op: Op) -> str:
 
 
 @dataclass(eq=False)
-class Origin:
+class NonFiniteOrigin:
     """Where inf or nan came from.
 
     Attributes:
@@ -106,27 +106,27 @@ class Followed:
         limit: float = math.inf,
     ) -> None:
         self._model_inputs = inputs
-        self.origins: list[Origin] = []
+        self.origins: list[NonFiniteOrigin] = []
         self.too_large: list[Op] = []
         self.rerun = Rerun(tape, in_fp32, factor=factor, before=self._before)
         self._limit = limit
         self._loaded = {event.memory for event in tape.events if isinstance(event, Load)}
-        self._flawed: dict[int, Origin] = {}
+        self._flawed: dict[int, NonFiniteOrigin] = {}
         # What was computed of inf or nan, though it may be finite.
         self._tainted: set[int] = set()
-        self.at_gradients: list[Origin] = []
+        self.at_gradients: list[NonFiniteOrigin] = []
         # Gradients with inf or nan that no operator of a backward pass has read so far.
-        self._unread: dict[int, Origin] = {}
+        self._unread: dict[int, NonFiniteOrigin] = {}
         self._number = 0
         # Casts that were made for an operator, until it takes them.
-        self._casts: dict[int, Origin] = {}
+        self._casts: dict[int, NonFiniteOrigin] = {}
         with undisturbed():
             for op, given, results in self.rerun:
                 self._after(op, given, results)
         came = dict.fromkeys([*self.at_gradients, *self._unread.values()])
         self.at_gradients = sorted(came, key=lambda origin: origin.number)
 
-    def origin_of(self, ref: Ref | None) -> Origin | None:
+    def origin_of(self, ref: Ref | None) -> NonFiniteOrigin | None:
         """Return where the inf or nan in a memory came from at the end of the run; None if it holds none."""
         return None if ref is None else self._flawed.get(ref.memory)
 
@@ -157,7 +157,7 @@ class Followed:
                 if (made := self._casts.pop(ref.memory, None)) is not None:
                     made.place = _taken_by(made.place, op)
 
-    def _origin(self, ref: Ref, tensor: Tensor) -> Origin | None:
+    def _origin(self, ref: Ref, tensor: Tensor) -> NonFiniteOrigin | None:
         """Return where the inf or nan of an argument came from; None if it holds none."""
         known = self._flawed.get(ref.memory)
         if known is None and ref.memory not in self._loaded:
@@ -168,7 +168,7 @@ class Followed:
         if known is None:
             # A mask that the program made beforehand holds -inf alone, on purpose.
             intended = value == "inf" and not bool(torch.isposinf(tensor).any())
-            known = self._flawed[ref.memory] = Origin(None, Place(), ref, value, self._number, (), intended)
+            known = self._flawed[ref.memory] = NonFiniteOrigin(None, Place(), ref, value, self._number, (), intended)
             self.origins.append(known)
         return known
 
@@ -205,7 +205,7 @@ class Followed:
                 self.origins.append(origin)
             else:
                 intended = is_writer and value != "nan"
-                origin = Origin(op, op.place, ref, value, self._number, self._sizes, intended)
+                origin = NonFiniteOrigin(op, op.place, ref, value, self._number, self._sizes, intended)
                 self.origins.append(origin)
                 if op.place.is_cast:
                     self._casts[ref.memory] = origin

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autoamp.auto_scaling import reached_by
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.evidence import Evidence, named_tensors
 from autoamp.diagnostics.findings import explain_evidence, unlocated
@@ -71,7 +71,7 @@ class OverflowTrace(StepWatch):
 
     keeps = 1000
 
-    def __init__(self, casts: Casts, observation: Observation, *, always: bool) -> None:
+    def __init__(self, casts: CastState, observation: Observation, *, always: bool) -> None:
         self.always = always
         self._casts = casts
         self._observation = observation
@@ -115,18 +115,18 @@ class OverflowTrace(StepWatch):
     # -- what steps tell; see `autoamp.stepping.StepWatch` --
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Hear of a loss whose backward pass is about to run."""
+        """Called with a loss whose backward pass is about to run."""
         self.recorder.refuse_in_loss("scaled a loss")
         self.recorder.note_loss(loss, scale)
 
     def step_begins(self) -> None:
-        """Hear that an optimizer is called, which ends the recorded step."""
+        """Called when an optimizer is called, which ends the recorded step."""
         self.recorder.refuse_in_loss("called an optimizer")
         self._steps += 1
         self.recorder.end_step()
 
     def step_known(self, skips: Skips, step: Step) -> Overflow | None:
-        """Hear what became of a step, and explain it if it was a skip; see `autoamp.stepping.StepWatch`."""
+        """Called once it is known what became of a step; explains a skip; see `autoamp.stepping.StepWatch`."""
         self._skips.add(skips)
         scaler, scale, late = step.skipped_by, step.scale, step.is_late
         if not isinstance(scaler, LossScaler):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents, readable_tensors
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
@@ -186,7 +186,11 @@ class RangeProfile(ValueProfile):
     """
 
     def __init__(
-        self, casts: Casts, observation: Observation, start: Callable[[Observer], Watch], scale_of: Callable[[], float]
+        self,
+        casts: CastState,
+        observation: Observation,
+        start: Callable[[Observer], Watch],
+        scale_of: Callable[[], float],
     ) -> None:
         super().__init__(observation, start)
         self.loss_scale = 1.0

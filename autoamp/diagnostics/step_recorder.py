@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics.call_places import CallPlaces
 from autoamp.diagnostics.call_sites import Caller, user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls
@@ -145,7 +145,7 @@ class StepRecorder(Subscriber):
         outside: Keeps the calls of functions between the calls of models that are kept.
     """
 
-    def __init__(self, casts: Casts, *, always: bool) -> None:
+    def __init__(self, casts: CastState, *, always: bool) -> None:
         self._casts = casts
         self.watched_steps = int(always)
         self.step = RecordedStep(is_watched=always)
@@ -317,7 +317,7 @@ class StepRecorder(Subscriber):
     # -- calls; see `autoamp.modules.CallRecorder` --
 
     def wants_call(self) -> bool:
-        """Tell whether a call that begins now is recorded."""
+        """Whether a call that begins now is recorded."""
         if self.paused or self._inside.call or torch.compiler.is_compiling():
             return False
         if not torch.is_grad_enabled() and (self.inferences is None or not self.inferences.wants_call()):
@@ -352,7 +352,7 @@ class StepRecorder(Subscriber):
         if tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             raise CannotRerun("the call is traced, or captured in a CUDA graph")
         caller = Caller.of(user_frame(sys._getframe(2)))
-        return kept.begin(module, args, kwargs, self._casts.switches(), self._casts.device_type, caller)
+        return kept.begin(module, args, kwargs, self._casts.mode(), self._casts.device_type, caller)
 
     def record_call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a call of a model in the step at hand, which is recorded."""
@@ -379,7 +379,7 @@ class StepRecorder(Subscriber):
             step.calls.append(ModelCall(module, map_tensors(args, keep), map_tensors(kwargs, keep)))
 
     def end(self, record: Any, outputs: Any) -> None:
-        """Hear that the call has ended."""
+        """Called when the call has ended."""
         self._inside.call = False
         if record is not None:
             try:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.counts import floating_tensors, target_of
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
@@ -122,7 +122,7 @@ class CastTrace(OperatorObserver):
         start: Starts an observer.
     """
 
-    def __init__(self, casts: Casts, observation: Observation, start: Callable[[Observer], Watch]) -> None:
+    def __init__(self, casts: CastState, observation: Observation, start: Callable[[Observer], Watch]) -> None:
         super().__init__(observation, start)
         self._casts = casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
@@ -240,7 +240,7 @@ class CastTrace(OperatorObserver):
             )
             for row in (*self.rows, *self.unlisted)
         ]  # fmt: skip
-        return as_table("Casts", headings, lines, 4)
+        return as_table("CastState", headings, lines, 4)
 
 
 def _listed(dtypes: dict[str, int]) -> str:

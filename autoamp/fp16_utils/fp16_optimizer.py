@@ -87,7 +87,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard.install()
         if runtime is not None:
             runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
-            runtime.optimizers.counts.add_own(scaler)
+            runtime.optimizers.step_stats.add_own(scaler)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -100,16 +100,16 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state by master. A half parameter finds the state of its master."""
-        return _State(self.optimizer.state, self._masters.of)
+        return _State(self.optimizer.state, self._masters.get)
 
     @property
     def loss_scaler(self) -> LossScaler:
         """The scaler."""
-        return self._guard.checks.own_scalers[0]
+        return self._guard.pending.own_scalers[0]
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: LossScaler) -> None:
-        self._guard.checks.own_scalers = [scaler]
+        self._guard.pending.own_scalers = [scaler]
 
     @property
     def loss_scale(self) -> float:
@@ -150,7 +150,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             )
         self._guard.owner.refuse_scaled(self._guard)
         if runtime is not None:
-            runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_at_hand())
+            runtime.optimizers.watch.loss_scaled(loss, self.loss_scaler.scale_without_sync())
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
@@ -161,7 +161,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
         self._guard.owner.refuse_scaled(self._guard)
         self._guard.grads.collect()
-        self._guard.checks.finish_delayed()
+        self._guard.pending.finish_delayed()
 
     def masters_from_model(self) -> None:
         """Set the masters to the half parameters, after weights were written through ``.data`` between steps."""
@@ -220,19 +220,19 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped.
         """
         self.update_master_grads()
-        if self._guard.checks.group is not None:
+        if self._guard.pending.group is not None:
             powered = self._guard.norm(float(norm_type))
             if self.overflow:
                 return -1.0
             whole = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
-            self._guard.checks.clip(whole, max_norm)
+            self._guard.pending.clip(whole, max_norm)
             return float(whole)
         if self.overflow:
             return -1.0
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
         if math.isfinite(norm) and math.isfinite(max_norm):
-            self._guard.checks.note_checked(parameters)
+            self._guard.pending.note_checked(parameters)
         return norm
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
@@ -245,7 +245,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
-        self._guard.checks.asked = RequestedGroup.of(group, replicas)
+        self._guard.pending.asked = RequestedGroup.from_arguments(group, replicas)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of the step, a list for each group, or None if they overflowed.

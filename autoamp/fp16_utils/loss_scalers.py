@@ -85,5 +85,5 @@ class DynamicLossScaler(_ByHand):
         )  # fmt: skip
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether a gradient of ``params`` holds inf or nan. Waits for the device."""
+        """Whether a gradient of ``params`` holds inf or nan. Waits for the device."""
         return bool(non_finite((("", p.grad) for p in params if p.grad is not None), limit=1))

@@ -57,7 +57,7 @@ class PackedLSTM(Packed):
 
     @staticmethod
     def fits(weights: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Tell whether these are the weights and biases of layers that follow each other."""
+        """Whether these are the weights and biases of layers that follow each other."""
         if mkldnn.lstm is None or weights[0].dim() != 2:
             return False
         (rows, columns), width, directions = weights[0].shape, weights[0].shape[0] // 4, 1 + bool(args[7])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import CastCache, Casts, cast_for_any_mode, serves_others
+from autoamp.casting import CastCache, CastState, cast_for_any_mode, is_cacheable
 from autoamp.inference.lstm import PackedLSTM
 from autoamp.inference.packing import Packed, can_pack, may_call_onednn
 from autoamp.torch_private import mkldnn
@@ -38,7 +38,7 @@ class PackedLinear(Packed):
 
     @staticmethod
     def fits(weights: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Tell whether the weight is a matrix that is large enough."""
+        """Whether the weight is a matrix that is large enough."""
         is_large = weights[0].dim() == 2 and weights[0].numel() > _SMALLEST
         # oneDNN does not broadcast a bias.
         has_its_bias = len(weights) < 2 or weights[1].shape == weights[0].shape[:1]
@@ -56,7 +56,7 @@ PACKED: dict[Any, type[PackedLinear | PackedLSTM]] = {F.linear: PackedLinear, to
 """By op."""
 
 
-def build_packed(op: Any, casts: Casts) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
+def build_packed(op: Any, casts: CastState) -> Callable[[tuple[Any, ...], dict[str, Any]], Any] | None:
     """Return what calls an op with packed weights while these are pinned; None for an op that none are packed for.
 
     It takes the arguments of a call, and returns NotImplemented where the call is to be made without packed weights.
@@ -101,7 +101,7 @@ def _packed(
     layer: Packed | None = None
     if None not in pins and plain and kind.fits(weights, args):
         narrowed = [cast_for_any_mode(weight, convert) for weight in weights]
-        if all(map(serves_others, narrowed)) and all(map(can_pack, narrowed)):
+        if all(map(is_cacheable, narrowed)) and all(map(can_pack, narrowed)):
             with torch.inference_mode(False), torch.no_grad():
                 layer = kind(weights, narrowed, args)
     with cache.lock:

@@ -40,7 +40,7 @@ class Packed:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Tell whether oneDNN packs weights of this dtype, on this CPU."""
+    """Whether oneDNN packs weights of this dtype, on this CPU."""
     return (
         weight.dtype is torch.bfloat16
         and weight.is_cpu
@@ -51,7 +51,7 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def may_call_onednn(x: Tensor) -> bool:
-    """Tell whether an op of oneDNN's own may be called for ``x``, in place of torch's.
+    """Whether an op of oneDNN's own may be called for ``x``, in place of torch's.
 
     Not where a mode, a tracer, forward-mode derivatives or a transform of `torch.func` would have to see torch's op, in
     a region of torch.autocast, or where the user turned oneDNN off.

@@ -22,7 +22,7 @@ from autoamp.ops import expand
 from autoamp.rules import CastPolicy, CastTable, package_tables
 from autoamp.runtime import OnNonfinite, Settings, check_device, current_runtime, needed_handle
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import check_half_norms, listed, refuse_unguardable
+from autoamp.stepping import as_list, check_half_norms, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_parallelized
 
@@ -135,9 +135,9 @@ def initialize(
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is not a floating dtype; choose torch.float32")
     if level.casts_models:
         _refuse_sharded(model_list, opt_level)
-    asked = None if process_group is None else RequestedGroup.of(process_group, None)
+    asked = None if process_group is None else RequestedGroup.from_arguments(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
-    settings = Settings.of(lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite,
+    settings = Settings.from_arguments(lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite,
                            trace_overflow=trace_overflow)  # fmt: skip
     check_device(settings.device_type)
     casts = level.casts_models or level.patch_torch_functions
@@ -180,7 +180,7 @@ def _without_functions(table: CastTable, level: OptLevel) -> CastTable:
 
 def _checked_models(models: Any) -> list[Module]:
     """Return the models as a list. UsageError: one is wrapped already, or is no module."""
-    found = listed(models)
+    found = as_list(models)
     for model in found:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             raise UsageError(
@@ -206,7 +206,7 @@ def _refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
 
 def _checked_optimizers(optimizers: Any) -> list[Any]:
     """Return the optimizers as a list. UsageError: one is no optimizer, or scales its losses itself."""
-    found = [] if optimizers is None else listed(optimizers)
+    found = [] if optimizers is None else as_list(optimizers)
     for optimizer in found:
         refuse_unguardable(optimizer)
     return found

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.modules.half_models import ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
@@ -31,13 +31,13 @@ class CallRecorder(Protocol):
     """Records outermost module calls."""
 
     def wants_call(self) -> bool:
-        """Tell whether a call that begins now is recorded. Calls within one that is recorded are not."""
+        """Whether a call that begins now is recorded. Calls within one that is recorded are not."""
 
     def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hear of a call of a module, and return what `end` is to be given."""
+        """Called when a module is called; returns what `end` is to be given."""
 
     def end(self, record: Any, outputs: Any) -> None:
-        """Hear that the call has ended; ``outputs`` is None where it raised."""
+        """Called when the call has ended; ``outputs`` is None where it raised."""
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class ModuleCalls(Subscriber):
         recorder: Records outermost calls.
     """
 
-    casts: Casts
+    casts: CastState
     precisions: ModulePrecisions
     forward_dtypes: ModuleTags[ForwardDtypes]
     recorder: CallRecorder
@@ -73,10 +73,10 @@ class ModuleCalls(Subscriber):
                 # does not pass for this. `forced_off` is never None.
                 if not (in_modules or precisions.any or forward_dtypes.values) and local.now().forced_off is not None:
                     return original(self, *args, **kwargs)
-            elif local.entries is not None and TAGS not in self.__dict__ and not has_class_rules:
+            elif local.param_casts is not None and TAGS not in self.__dict__ and not has_class_rules:
                 return original(self, *args, **kwargs)
             else:
-                if local.entries is None:
+                if local.param_casts is None:
                     refresh_params()
                 if recorder.wants_call():
                     is_kept, record = True, recorder.begin(self, args, kwargs)
@@ -89,10 +89,10 @@ class ModuleCalls(Subscriber):
                     if not compiling() and dtypes.buffers is not None:
                         look = dtypes.buffers.begin(self)
                 # `initialize` looks up the paths of models that it casts.
-                outermost = has_rules and not compiling() and local.entries is None and dtypes is None
+                outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
                 if outermost and (in_modules or local.now().on):
                     precisions.begin_model(self)
-                precision = None if local.now().forced_off else precisions.of(self)
+                precision = None if local.now().forced_off else precisions.get(self)
                 if precision is not None:
                     # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                     widens = precision is ModulePrecision.FP16 and local.now().on is not True
@@ -104,8 +104,8 @@ class ModuleCalls(Subscriber):
                     tokens.append(local.set(True))
                     widens = not casts.autocast_rules()
                 # Compiled code keeps no casts from call to call: a compiler shares them itself.
-                if local.entries is None and cache.enabled and not compiling():
-                    local.entries, keeps_casts = {}, True
+                if local.param_casts is None and cache.enabled and not compiling():
+                    local.param_casts, keeps_casts = {}, True
                 outputs = original(self, *args, **kwargs)
                 has_returned = True
             except Exception as error:
@@ -114,7 +114,7 @@ class ModuleCalls(Subscriber):
                 raise
             finally:
                 if keeps_casts:
-                    local.entries = local.last = None
+                    local.param_casts = local.last_activation = None
                 while tokens:
                     local.reset(tokens.pop())
                 if is_kept and not has_returned:
@@ -141,7 +141,7 @@ class ModuleCalls(Subscriber):
 
     def function_called(self, context: Any) -> None:
         """Note how this thread casts in the forward of a custom function."""
-        context._autoamp_switches = self.casts, self.casts.switches()
+        context._autoamp_mode = self.casts, self.casts.mode()
 
     def around_function_backward(self, apply: Any) -> Any:
         """Return what runs the backward of a custom function, which casts as its forward did.
@@ -151,10 +151,10 @@ class ModuleCalls(Subscriber):
         casts = self.casts
 
         def apply_as_noted(context: Any, *args: Any) -> Any:
-            noted, switches = vars(context).get("_autoamp_switches", (None, None))
-            if noted is not casts or switches == casts.switches() or not casts.is_open:
+            noted, mode = vars(context).get("_autoamp_mode", (None, None))
+            if noted is not casts or mode == casts.mode() or not casts.is_open:
                 return apply(context, *args)
-            return casts.local.bound(apply, *switches)(context, *args)
+            return casts.local.with_mode(apply, *mode)(context, *args)
 
         return apply_as_noted
 

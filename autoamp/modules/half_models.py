@@ -20,7 +20,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.casting import Casts, Token, flatten_weights
+from autoamp.casting import CastState, Token, flatten_weights
 from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.tags import ModuleTags
 from autoamp.program import Subscriber
@@ -59,7 +59,7 @@ class ForwardDtypes:
         """Return nested outputs of a model's call in the dtype that it gives."""
         return outputs if self.outputs is None else cast_structure(outputs, self.outputs)
 
-    def switch(self, casts: Casts) -> list[Token]:
+    def switch(self, casts: CastState) -> list[Token]:
         """Turn casts on or off in this thread as the model has them; return the tokens that `ThreadState.reset` takes.
 
         Args:
@@ -199,11 +199,11 @@ class CastModels(Subscriber):
         return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
 
     def is_half(self, module: Module) -> bool:
-        """Tell whether a module is a half model or a part of one."""
+        """Whether a module is a half model or a part of one."""
         return any(module is part for model in self.halves() for part in model.modules())
 
     def _involves_halves(self, module: Module) -> bool:
-        """Tell whether a module is or has a half model or a copy of one, or is a part of a half model."""
+        """Whether a module is or has a half model or a copy of one, or is a part of a half model."""
         tags = map(self.forward_dtypes.find, module.modules())
         if any(self.forward_dtypes.values[tag].inputs in HALF_DTYPES for tag in tags if tag is not None):
             return True

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
 from autoamp.modules.tags import ModuleTags
-from autoamp.patching import nearest, resolve, spelled_out
+from autoamp.patching import explain_missing, resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule, located
 
 __all__ = ["ModulePrecisions", "Override", "check_module_rules", "class_name"]
@@ -92,7 +92,7 @@ class ModulePrecisions:
         self.any = self.has_class_rules = bool(self._class_rules)
         self.has_rules = bool(self._rules)
 
-    def of(self, module: Module) -> ModulePrecision | None:
+    def get(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
         tag = self._tags.find(module)
         if tag is not None:
@@ -278,14 +278,16 @@ def _fault(pattern: str, *, waits: bool = True) -> str | None:
         found = resolve(pattern)
     except PatchError:
         module = next(filter(None, (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))))
-        return None if waits and _is_running(module) else f"names no class: {nearest(pattern, _is_module_class)}"
+        return (
+            None if waits and _is_running(module) else f"names no class: {explain_missing(pattern, _is_module_class)}"
+        )
     # A submodule may not be imported yet.
     is_class = found is None or _is_module_class(found[2])
     return None if is_class else "is no class of modules: write one, such as 'torch.nn.BatchNorm2d'"
 
 
 def _is_running(module: Any) -> bool:
-    """Tell whether a module is still executed, so that it may yet define a class: the script itself, or an import."""
+    """Whether a module is still executed, so that it may yet define a class: the script itself, or an import."""
     if getattr(module, "__name__", None) in ("__main__", "__mp_main__"):
         return True
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
@@ -325,7 +327,7 @@ def _class_at(dotted: str) -> type | None:
 
 
 def _is_named(cls: type, dotted: str) -> bool:
-    """Tell whether a class, or one it derives from, goes by a dotted name: its own, or one it is exported by."""
+    """Whether a class, or one it derives from, goes by a dotted name: its own, or one it is exported by."""
     exported = _class_at(dotted)
     return any(base is exported or _name_of(base) == dotted for base in cls.__mro__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from autoamp.casting import Casts, ThreadState, TracedSwitches
+from autoamp.casting import CastState, ThreadState, TracedMode
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
 __all__ = ["AUTOCAST", "ModuleCasts"]
@@ -26,7 +26,7 @@ AUTOCAST = "torch.autocast"
 log = logging.getLogger(__name__)
 
 
-class ModuleCasts(Casts):
+class ModuleCasts(CastState):
     """Casts within calls of modules, until the program is seen to cast by itself."""
 
     in_modules = True
@@ -98,7 +98,7 @@ class ModuleCasts(Casts):
         return half
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Tell whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
+        """Whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
         on = self.local.now().on
         return self._has_half(args, kwargs) if on is None else on
 
@@ -106,12 +106,12 @@ class ModuleCasts(Casts):
         return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs)))
 
     def when_off(
-        self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedSwitches
+        self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
     ) -> Callable[..., Any]:
         """Return what a replacement calls outside of modules' calls: it casts if an argument is in the half dtype."""
-        has_half, cast = self._has_half, self.local.bound(replacement, True)
+        has_half, cast = self._has_half, self.local.with_mode(replacement, True)
 
         def outside(*args: Any, **kwargs: Any) -> Any:
-            return (cast if local.switches.on is None and has_half(args, kwargs) else original)(*args, **kwargs)
+            return (cast if local.mode.on is None and has_half(args, kwargs) else original)(*args, **kwargs)
 
         return outside

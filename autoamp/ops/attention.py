@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from autoamp.casting import Casts, cast_call
+from autoamp.casting import CastState, cast_call
 from autoamp.patching import imitate
 
 __all__ = ["build_attention", "build_fast_path_check", "build_half_attention"]
@@ -31,7 +31,7 @@ _LONGEST_IN_BF16 = 128
 _NAMES = ("query", "key", "value")
 
 
-def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
+def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | None:
     """Build the way of `torch.nn.functional.scaled_dot_product_attention` on a CPU; None where half is as fast.
 
     Args:
@@ -60,20 +60,20 @@ def build_attention(original: Any, casts: Casts) -> Callable[..., Any] | None:
     return run_attention
 
 
-def build_fast_path_check(original: Callable[[], bool], casts: Casts) -> Any:
+def build_fast_path_check(original: Callable[[], bool], casts: CastState) -> Any:
     """Build `torch.backends.mha.get_fastpath_enabled`, which torch's modules ask.
 
     The fast path stays open where the program turned casts off, and in `Handle.inference`, which promises speed.
     """
 
     def get_fastpath_enabled() -> bool:
-        is_off = casts.on_by_default and casts.local.switches.on is False
+        is_off = casts.on_by_default and casts.local.mode.on is False
         return original() if is_off or casts.cache.pins else False
 
     return imitate(get_fastpath_enabled, original)
 
 
-def build_half_attention(original: Any, casts: Casts) -> Any:
+def build_half_attention(original: Any, casts: CastState) -> Any:
     """Build the replacement of that function where no function casts, for half models."""
     in_fp32 = build_attention(original, casts)
 

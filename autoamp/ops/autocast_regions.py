@@ -1,8 +1,8 @@
 """The program's own torch.autocast regions. `enabled=False`: who asks torch for no casts gets none of ours either.
 
-In an enabled region torch casts, and `Casts.eligible` steps aside; the casts are told of it, since a program that has
-such regions may mean the rest to be fp32. A disabled one leaves no trace to ask for, so it is seen on the way in and
-out. Only those count that the program enters: torch itself enters regions to
+In an enabled region torch casts, and `CastState.eligible` steps aside; the casts are told of it, since a program that
+has such regions may mean the rest to be fp32. A disabled one leaves no trace to ask for, so it is seen on the way in
+and out. Only those count that the program enters: torch itself enters regions to
 restore what it found earlier, in worker threads, in backward and while Dynamo traces.
 """
 
@@ -13,7 +13,7 @@ import types
 
 import torch
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.program import Subscriber
 from autoamp.torch_private import traced_frame
 
@@ -28,10 +28,10 @@ _OURS = __name__.partition(".")[0] + "."
 class AutocastRegions(Subscriber):
     """Turns one handle's casts off within the disabled autocast regions of its device type, in their thread.
 
-    Regions of all kinds are told to `Casts.note_autocast`.
+    Regions of all kinds are told to `CastState.note_autocast`.
     """
 
-    def __init__(self, casts: Casts) -> None:
+    def __init__(self, casts: CastState) -> None:
         self._casts = casts
 
     def autocast_entered(self, region: torch.autocast) -> None:
@@ -70,5 +70,5 @@ def _caller(frame: types.FrameType | None) -> tuple[str, str]:
 
 
 def _is_the_programs(module: str, function: str) -> bool:
-    """Tell whether a function of the program, or one of torch that acts for it, enters a region."""
+    """Whether a function of the program, or one of torch that acts for it, enters a region."""
     return not (module == "torch" or module.startswith("torch.")) or function in _IN_THE_PROGRAMS_NAME

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
@@ -32,7 +32,7 @@ COMPOSITES = ops_named(
 )
 
 
-def build_composite(original: Any, casts: Casts) -> Callable[..., Any]:
+def build_composite(original: Any, casts: CastState) -> Callable[..., Any]:
     """Build the way of one of `COMPOSITES`: torch's autocast is on, with its cache off, and as before afterwards.
 
     Args:
@@ -58,7 +58,9 @@ def build_composite(original: Any, casts: Casts) -> Callable[..., Any]:
     return run_composite
 
 
-def run_in_autocast(casts: Casts, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_in_autocast(
+    casts: CastState, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a function with torch's autocast on, which is off around it, and without its cache of casts.
 
     Args:

@@ -61,7 +61,7 @@ def check_lists() -> tuple[str, ...]:
 
 
 def _covered(name: str, listed: set[str]) -> bool:
-    """Tell whether a name is in the lists, or is the in-place form of a name that is."""
+    """Whether a name is in the lists, or is the in-place form of a name that is."""
     out_of_place = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
     return name in listed or out_of_place in listed
 

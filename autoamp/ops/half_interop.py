@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors
 
@@ -37,19 +37,19 @@ _REDONE = (
 _WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS, *_FILLS)), "fill_", "__setitem__"))
 
 
-def interop_functions(casts: Casts) -> list[tuple[Any, str, Callable[[Any], Any]]]:
+def interop_functions(casts: CastState) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """Return the owner and the name of each function, and what builds its replacement."""
     builds = [(_redone, one) for one in _REDONE] + [(_writing, one) for one in _WRITING]
     return [(owner, name, functools.partial(_named, build, casts, owner, name)) for build, (owner, name) in builds]
 
 
-def _named(build: Callable[[Any, Casts], Any], casts: Casts, owner: Any, name: str, original: Any) -> Any:
+def _named(build: Callable[[Any, CastState], Any], casts: CastState, owner: Any, name: str, original: Any) -> Any:
     """Build a replacement and give it the original's names."""
     module, qualname = ("torch", f"Tensor.{name}") if owner is Tensor else (owner.__name__, name)
     return imitate(build(original, casts), original, module, qualname)
 
 
-def _redone(original: Any, casts: Casts) -> Callable[..., Any]:
+def _redone(original: Any, casts: CastState) -> Callable[..., Any]:
     """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32."""
     half = casts.dtype
 
@@ -67,7 +67,7 @@ def _redone(original: Any, casts: Casts) -> Callable[..., Any]:
     return redone
 
 
-def _writing(original: Any, casts: Casts) -> Callable[..., Any]:
+def _writing(original: Any, casts: CastState) -> Callable[..., Any]:
     """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it."""
     half, most = casts.dtype, torch.finfo(casts.dtype).max
     # An index is no value.

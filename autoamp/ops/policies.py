@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import RECURRENT_LAYERS, CastArgs, Casts, ThreadState, TracedSwitches, cast_call
+from autoamp.casting import RECURRENT_LAYERS, CastArgs, CastState, ThreadState, TracedMode, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import PACKED, build_packed
 from autoamp.ops.attention import build_attention
@@ -43,14 +43,14 @@ _MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
 _ORDER_TYPES = frozenset({int, float, str, type(None)})
 _OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
 
-OwnWay = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+SpecialCase = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call in an op's own way, with ``args`` and ``kwargs``; NotImplemented where it is made as any op's."""
 
 
 def build_replacement(
     original: Any,
     policy: CastPolicy,
-    casts: Casts,
+    casts: CastState,
     *,
     module: str,
     qualname: str,
@@ -89,12 +89,12 @@ def build_replacement(
     off_within = wide and functional is None and not is_builtin
 
     def build(call: Any, functional: Any, local: Any, off_within: bool) -> Callable[..., Any]:
-        own = _own_way(original, call, policy, cast_args, casts, functional)
-        return _replacement(call, cast_args, casts, own, policy is CastPolicy.FP16, off_within, local)
+        special_case = _special_case(original, call, policy, cast_args, casts, functional)
+        return _replacement(call, cast_args, casts, special_case, policy is CastPolicy.FP16, off_within, local)
 
     # Dynamo traces another one, which sets nothing when it runs.
     call = traceable_method(original)
-    call = casts.local.bound(call, False) if off_within else call
+    call = casts.local.with_mode(call, False) if off_within else call
     traced = mark(build(call, traceable_method(functional), casts.local.traced, False), original)
     replacement = trace_as(traced)(build(original, functional, casts.local, off_within))
     replacement = imitate(replacement, original, module, qualname)
@@ -122,11 +122,11 @@ def build_for_half_models(original: Any) -> Any:
 def _replacement(
     original: Any,
     cast_args: CastArgs,
-    casts: Casts,
-    own: OwnWay | None,
+    casts: CastState,
+    special_case: SpecialCase | None,
     to_half: bool,
     off_within: bool,
-    local: ThreadState | TracedSwitches,
+    local: ThreadState | TracedMode,
 ) -> Callable[..., Any]:
     """Return what stands in for an original, whatever the policy: it casts every argument and calls.
 
@@ -134,27 +134,29 @@ def _replacement(
         original: What it calls once.
         cast_args: Casts arguments as the policy says.
         casts: The state that is asked.
-        own: The op's own way.
+        special_case: The op's own way.
         to_half: Whether the policy is fp16.
         off_within: Whether casts are off while the original runs.
-        local: Has the switches that are asked: `Casts.local`, or what traced code reads in its place.
+        local: Has the switches that are asked: `CastState.local`, or what traced code reads in its place.
     """
     compiling = torch.compiler.is_dynamo_compiling
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
-    asks: Any = casts.cache.pins if own and casts.device_type == "cpu" and original in PACKED else (own,) if own else ()
+    special_case_applies: Any = (special_case,) if special_case else ()
+    if special_case and casts.device_type == "cpu" and original in PACKED:
+        special_case_applies = casts.cache.pins
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        switches = local.switches
-        if not switches.on:
+        mode = local.mode
+        if not mode.on:
             return when_off(*args, **kwargs)
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
-            own_switches = vars(switches)
-            before = own_switches.get("on")
-            own_switches["on"] = False
+            own_mode = vars(mode)
+            before = own_mode.get("on")
+            own_mode["on"] = False
         try:
-            if asks and own is not None:
-                result = own(args, kwargs)
+            if special_case_applies and special_case is not None:
+                result = special_case(args, kwargs)
                 if result is not NotImplemented:
                     return result
             if not kwargs:
@@ -171,17 +173,17 @@ def _replacement(
         finally:
             if off_within:
                 if before is None:
-                    del own_switches["on"]
+                    del own_mode["on"]
                 else:
-                    own_switches["on"] = before
+                    own_mode["on"] = before
 
     when_off = casts.when_off(original, replacement, local)
     return replacement
 
 
-def _own_way(
-    original: Any, call: Any, policy: CastPolicy, cast_args: CastArgs, casts: Casts, functional: Any
-) -> OwnWay | None:
+def _special_case(
+    original: Any, call: Any, policy: CastPolicy, cast_args: CastArgs, casts: CastState, functional: Any
+) -> SpecialCase | None:
     """Return the way of an op that needs more than its policy says; None for any other. It calls ``call``."""
     to_half, mutation, on_cuda = policy is CastPolicy.FP16, mutation_of(original), casts.device_type == "cuda"
     if functional is not None:
@@ -193,7 +195,7 @@ def _own_way(
         return None
     if to_half:
         if original in _CELLS:
-            return _keeper(casts)
+            return _precache_weights(casts)
         if original is torch.nn.functional.scaled_dot_product_attention:
             return build_attention(original, casts)
         if original in RECURRENT_LAYERS and on_cuda and flatten_recurrent_weights is not None:
@@ -203,10 +205,10 @@ def _own_way(
         return build_packed(original, casts)
     if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
         return build_composite(original, casts)
-    return _dtype_giver(original, call, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
+    return _pass_fp32_dtype(original, call, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
 
 
-def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> CastArgs:
+def _banned_caster(casts: CastState, name: str, remedy: str, allow_banned: bool) -> CastArgs:
     """Return what casts to fp32 for a function whose result in half precision cannot be trusted, with a warning."""
 
     def cast_args(args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
@@ -224,7 +226,7 @@ def _banned_caster(casts: Casts, name: str, remedy: str, allow_banned: bool) -> 
     return cast_args
 
 
-def _einsum_promoter(einsum: Any, casts: Casts) -> OwnWay:
+def _einsum_promoter(einsum: Any, casts: CastState) -> SpecialCase:
     """Return the way of `torch.einsum`: without sums of products half precision gains nothing, and it promotes."""
 
     def promote(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,21 +273,21 @@ def _is_plain(indices: Any) -> bool:
     return isinstance(indices, (list, tuple)) and all(type(index) in (int, type(...)) for index in indices)
 
 
-def _keeper(casts: Casts) -> OwnWay:
+def _precache_weights(casts: CastState) -> SpecialCase:
     """Return the way of a cell of a recurrent layer: a module calls it in a loop, so its casts are kept at once."""
 
     def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        entries: Any = None if torch.compiler.is_dynamo_compiling() else casts.local.entries
-        for arg in () if entries is None else args:
+        param_casts: Any = None if torch.compiler.is_dynamo_compiling() else casts.local.param_casts
+        for arg in () if param_casts is None else args:
             if type(arg) is Parameter:
                 # As if it had been cast before.
-                entries.setdefault(id(arg), None)
+                param_casts.setdefault(id(arg), None)
         return NotImplemented
 
     return keep
 
 
-def _dtype_giver(op: Any, call: Any, casts: Casts) -> OwnWay:
+def _pass_fp32_dtype(op: Any, call: Any, casts: CastState) -> SpecialCase:
     """Return the way of an op that takes ``dtype``: it computes in fp32 and keeps a half argument for backward, uncast.
 
     Args:
@@ -318,7 +320,7 @@ def _dtype_giver(op: Any, call: Any, casts: Casts) -> OwnWay:
 
 
 def _keeps_half(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a norm takes a half argument, and has its gradient in range."""
+    """Whether a norm takes a half argument, and has its gradient in range."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     of_matrix = op in _OF_MATRICES and type(dim) is not int and args[0].dim() > 1

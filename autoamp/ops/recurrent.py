@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from autoamp.casting import RECURRENT_LAYERS, Casts, LayOut, flat_layout, lay_out_for_cudnn
+from autoamp.casting import RECURRENT_LAYERS, CastState, LayOut, flat_layout, lay_out_for_cudnn
 from autoamp.patching import imitate
 from autoamp.torch_private import is_intercepted, is_transformed
 
@@ -47,7 +47,7 @@ class _FlatCopy(torch.autograd.Function):
 
 def build_recurrent(
     original: Any,
-    casts: Casts,
+    casts: CastState,
     lay_out: LayOut = lay_out_for_cudnn,
     takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -81,8 +81,8 @@ def build_recurrent(
     return run
 
 
-def _can_lie_in_one(casts: Casts, weights: Any, layers: int) -> bool:
-    """Tell whether these are the weights of an ordinary recurrent layer, all in fp32 and to be cast."""
+def _can_lie_in_one(casts: CastState, weights: Any, layers: int) -> bool:
+    """Whether these are the weights of an ordinary recurrent layer, all in fp32 and to be cast."""
     return (
         isinstance(weights, (list, tuple))
         and all(type(weight) in (Parameter, Tensor) and weight.dtype is torch.float32 for weight in weights)
@@ -93,7 +93,7 @@ def _can_lie_in_one(casts: Casts, weights: Any, layers: int) -> bool:
     )
 
 
-def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: Any) -> list[Tensor]:
+def _narrowed(casts: CastState, weights: Sequence[Tensor], layout: Any) -> list[Tensor]:
     """Return the weights in half, from one flat tensor: an earlier one where that still holds."""
     made: dict[int, Tensor] = {}
 
@@ -103,20 +103,20 @@ def _narrowed(casts: Casts, weights: Sequence[Tensor], layout: Any) -> list[Tens
             made.update(zip(map(id, weights), copies, strict=True))
         return made[id(weight)]
 
-    cache, entries = casts.cache, casts.local.entries
+    cache, param_casts = casts.cache, casts.local.param_casts
     parameters = [weight for weight in weights if type(weight) is Parameter]
-    is_kept = cache.pins or (entries is not None and any(id(weight) in entries for weight in parameters))
+    is_kept = cache.pins or (param_casts is not None and any(id(weight) in param_casts for weight in parameters))
     if len(parameters) < len(weights) or not is_kept:
-        if entries is not None:
+        if param_casts is not None:
             # As with any other weight, casts are kept from the second use on.
-            entries.update(dict.fromkeys(map(id, parameters)))
+            param_casts.update(dict.fromkeys(map(id, parameters)))
         return [convert(weight) for weight in weights]
     narrow = [cache.cast(weight, convert) for weight in parameters]
     # Where some of them were written to all are cast anew, since they have to lie in one tensor.
     return [convert(weight) for weight in weights] if made else narrow
 
 
-def build_check_input(original: Any, casts: Casts) -> Any:
+def build_check_input(original: Any, casts: CastState) -> Any:
     """Build the replacement of ``nn.RNNBase.check_input``: every check of the original's but the one on dtypes.
 
     The layer's input may be in half precision beside fp32 weights, and the other way round, since both will be cast.

@@ -10,7 +10,7 @@ import re
 import weakref
 from typing import Any
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.ops.composites import run_in_autocast
 from autoamp.patching import imitate
 
@@ -21,7 +21,7 @@ _HALF_NUMBERS = (5, 15)
 _PRODUCT = re.compile("aten::(_?conv|linear|matmul|bilinear|(add|badd|b|addb)?mm$|(add)?mv$)|prim::ListConstruct")
 
 
-def build_script_call(original: Any, casts: Casts) -> Any:
+def build_script_call(original: Any, casts: CastState) -> Any:
     """Build the replacement of the ``__call__`` of compiled functions or methods."""
     # A module keeps its compiled methods.
     known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import ListFileError, PatchError, kind_of
-from autoamp.patching import nearest, original_of, resolve, spelled_out
+from autoamp.patching import explain_missing, original_of, resolve, spelled_out
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
 from autoamp.torch_private import RECURRENT
 
@@ -159,7 +159,7 @@ def locate(rule: CastRule) -> tuple[Target, ...] | None:
     try:
         found = resolve(rule.target)
     except PatchError as error:
-        raise ListFileError(f"{rule.target!r} names nothing: {nearest(rule.target)}", *_where(rule)) from error
+        raise ListFileError(f"{rule.target!r} names nothing: {explain_missing(rule.target)}", *_where(rule)) from error
     if found is None:
         whole = spelled_out(rule.target)
         if whole is not None:
@@ -259,7 +259,7 @@ def _where(rule: CastRule) -> tuple[str, int | None]:
 
 
 def owns_its_names(module_name: str) -> bool:
-    """Tell whether names that a module imported from torch must not be rebound to replacements.
+    """Whether names that a module imported from torch must not be rebound to replacements.
 
     That is true of this package and of torch. torch's compiler, decompositions and tracers use the original functions
     as keys. But ``torch.nn`` and ``torch.distributions`` call the functions as any program does, so those are rebound.

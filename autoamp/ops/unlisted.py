@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoamp import torch_private
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.ops.attention import build_fast_path_check, build_half_attention
 from autoamp.ops.half_interop import interop_functions
 from autoamp.ops.recurrent import build_check_input
@@ -18,7 +18,7 @@ from autoamp.ops.scripted import build_script_call
 __all__ = ["unlisted_functions"]
 
 
-def unlisted_functions(casts: Casts) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the owner and the name of each, and what builds its replacement."""
     yield torch.backends.mha, "get_fastpath_enabled", partial(build_fast_path_check, casts=casts)
     if torch_private.CHECK_INPUT is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.casting import CastArgs, Casts, cast_call
+from autoamp.casting import CastArgs, CastState, cast_call
 from autoamp.tensors import iter_tensors, map_tensors
 from autoamp.torch_private import schema_of
 
@@ -100,7 +100,7 @@ def build_inplace(original: Any, functional: Any, cast_args: CastArgs) -> Callab
 
 
 def build_mutating(
-    original: Any, cast_args: CastArgs, casts: Casts, mutation: Mutation, *, to_half: bool
+    original: Any, cast_args: CastArgs, casts: CastState, mutation: Mutation, *, to_half: bool
 ) -> Callable[..., Any]:
     """Build the cast call of a function that writes to its arguments.
 
@@ -139,7 +139,7 @@ def build_mutating(
 def into_out(
     original: Any,
     cast_args: CastArgs,
-    casts: Casts,
+    casts: CastState,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,

@@ -290,7 +290,7 @@ def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
 
 
 def _has_group(name: str) -> bool:
-    """Tell whether there is a process group. UsageError: there is none, and ``WORLD_SIZE`` is above 1."""
+    """Whether there is a process group. UsageError: there is none, and ``WORLD_SIZE`` is above 1."""
     if dist.is_available() and dist.is_initialized():
         return True
     world = os.environ.get("WORLD_SIZE", "1").strip()

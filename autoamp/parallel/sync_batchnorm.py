@@ -254,5 +254,5 @@ def create_syncbn_process_group(group_size: int) -> Any:
 
 
 def _many(process_group: Any) -> bool:
-    """Tell whether there is more than one process in a group; None is the group of all."""
+    """Whether there is more than one process in a group; None is the group of all."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autoamp.patching.compilers import CompilerTables
 from autoamp.patching.dynamo import traceable_method
-from autoamp.patching.imports import nearest, resolve, spelled_out
+from autoamp.patching.imports import explain_missing, resolve, spelled_out
 from autoamp.patching.marks import imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
@@ -16,10 +16,10 @@ __all__ = [
     "CompilerTables",
     "PatchSet",
     "check_writable",
+    "explain_missing",
     "imitate",
     "mark",
     "name_by",
-    "nearest",
     "original_of",
     "resolve",
     "spelled_out",

@@ -52,7 +52,7 @@ def traceable_method(function: Any) -> Any:
 
 
 def calls_replaced(function: Any) -> bool:
-    """Tell whether a function of `torch.nn.functional` calls functions or methods that are replaced."""
+    """Whether a function of `torch.nn.functional` calls functions or methods that are replaced."""
     if not isinstance(function, types.FunctionType) or function.__module__ != "torch.nn.functional":
         return False
     owners = function.__globals__, vars(torch), vars(Tensor)

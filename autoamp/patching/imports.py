@@ -16,7 +16,7 @@ import wrapt
 from autoamp.errors import PatchError
 from autoamp.patching.marks import original_of
 
-__all__ = ["nearest", "resolve", "spelled_out", "watcher", "writing"]
+__all__ = ["explain_missing", "resolve", "spelled_out", "watcher", "writing"]
 
 writing = threading.RLock()
 """Held by the one thread that writes patches: they are written to objects that the whole process shares."""
@@ -101,7 +101,7 @@ def spelled_out(dotted: str) -> str | None:
     return None
 
 
-def nearest(dotted: str, admits: Callable[[Any], bool] = lambda value: True) -> str:
+def explain_missing(dotted: str, admits: Callable[[Any], bool] = lambda value: True) -> str:
     """Say which names come nearest to the first part of a dotted name that does not exist.
 
     Args:
@@ -122,7 +122,7 @@ def nearest(dotted: str, admits: Callable[[Any], bool] = lambda value: True) -> 
 
 
 def _has_submodule(module: Any, name: str) -> bool:
-    """Tell whether a package has a submodule, without importing it.
+    """Whether a package has a submodule, without importing it.
 
     `importlib.util.find_spec` would import the package, and so wait for another thread that imports it just now.
     """

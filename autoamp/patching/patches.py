@@ -47,7 +47,7 @@ class Patch:
     previous: Any
 
     @classmethod
-    def of(cls, parent: Any, attribute: str, replacement: Any) -> Patch:
+    def from_attribute(cls, parent: Any, attribute: str, replacement: Any) -> Patch:
         """Make a patch without applying it. PatchError where the parent has no attributes of its own."""
         try:
             found = vars(parent).get(attribute, _ABSENT)
@@ -101,7 +101,7 @@ def _inherited(parent: Any, attribute: str) -> Any:
 def check_writable(parent: Any, attribute: str) -> None:
     """Raise PatchError where an attribute cannot be replaced: it is written with the value that it has already."""
     with writing:
-        patch = Patch.of(parent, attribute, None)
+        patch = Patch.from_attribute(parent, attribute, None)
         value = vars(parent).get(attribute, _ABSENT)
         if value is _ABSENT:
             value = _inherited(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
@@ -130,7 +130,7 @@ class PatchSet:
 
     def replace(self, parent: Any, attribute: str, replacement: Any) -> None:
         """Apply one patch and remember it. PatchError where the attribute cannot be written."""
-        patch = Patch.of(parent, attribute, replacement)
+        patch = Patch.from_attribute(parent, attribute, replacement)
         patch.apply()
         self._patches.append(patch)
         found = mark_of(replacement)

@@ -11,7 +11,7 @@ from autoamp.rules.loader import (
     shipped_sets,
     shipped_table,
 )
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, admits_version
+from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, RuleSource, admits_version
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -20,7 +20,7 @@ __all__ = [
     "CastTable",
     "ModulePrecision",
     "ModuleRule",
-    "Origin",
+    "RuleSource",
     "admits_version",
     "check_bare_names",
     "load_table",

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from autoamp.errors import ListFileError, warn_user
 from autoamp.rules.packages import GROUP, PackageList, find_package_lists
-from autoamp.rules.parser import ListSet, Source, choices, fail, nearest
-from autoamp.rules.table import CastRule, CastTable, Origin
+from autoamp.rules.parser import ListSet, Source, choices, did_you_mean, fail
+from autoamp.rules.table import CastRule, CastTable, RuleSource
 from autoamp.rules.toml_lines import TomlError, parse_toml
 
 __all__ = [
@@ -31,7 +31,7 @@ PROJECT_FILE = "autoamp.toml"
 _PYPROJECT = "pyproject.toml"
 
 
-def _read(path: Path | Traversable, name: str, asked_by: Origin) -> ListSet:
+def _read(path: Path | Traversable, name: str, asked_by: RuleSource) -> ListSet:
     """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
     try:
         raw = path.read_bytes()
@@ -56,7 +56,7 @@ def _checked_shipped(raw: bytes, name: str) -> ListSet:
     return _checked(raw, name, shipped=True)
 
 
-def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
+def _read_named(ref: str, asked_by: RuleSource, folder: Path) -> ListSet:
     """Read a shipped set by its name, or a file by its path."""
     if not _is_name(ref):
         path = Path(os.path.abspath(folder / ref))
@@ -67,7 +67,7 @@ def _read_named(ref: str, asked_by: Origin, folder: Path) -> ListSet:
         return _read(path, str(path), replace(asked_by, shipped=False))
     if ref not in (valid := shipped_sets()):
         remedy = f"Choose {choices(valid)}, or give a path: it has a separator or ends in '.toml'"
-        fail(asked_by, f"list set {ref!r} is unknown; {nearest(ref, valid)} {remedy}")
+        fail(asked_by, f"list set {ref!r} is unknown; {did_you_mean(ref, valid)} {remedy}")
     return _read(_shipped_folder() / f"{ref}.toml", f"lists/{ref}.toml", replace(asked_by, shipped=True))
 
 
@@ -102,7 +102,7 @@ def _discover(start: Path) -> ListSet | None:
         project, pyproject = folder / PROJECT_FILE, folder / _PYPROJECT
         found = _read_pyproject(pyproject)
         if os.path.isfile(project):
-            origin, of_pyproject = Origin(str(project), None, False), found
+            origin, of_pyproject = RuleSource(str(project), None, False), found
             found = _read(project, str(project), origin)
             if of_pyproject is not None and _PYPROJECT not in (found.extends or ()):
                 remedy = f'keep one of the two, or add extends = ["{_PYPROJECT}"] to {PROJECT_FILE}'
@@ -125,7 +125,7 @@ def shipped_sets() -> tuple[str, ...]:
     return tuple(sorted(file.name[:-5] for file in _shipped_folder().iterdir() if file.name.endswith(".toml")))
 
 
-def located(origin: Origin) -> str:
+def located(origin: RuleSource) -> str:
     """Return where a rule stands as a path to open, with the line: that of a shipped set is where it is installed."""
     if not origin.shipped:
         return str(origin)
@@ -134,7 +134,7 @@ def located(origin: Origin) -> str:
 
 
 def _is_name(text: str) -> bool:
-    """Tell whether a text is the name of a shipped set, and no path."""
+    """Whether a text is the name of a shipped set, and no path."""
     return not text.endswith(".toml") and not any(mark in text for mark in ("/", os.sep))
 
 
@@ -152,7 +152,7 @@ class _Layers:
     own: list[CastTable] = field(default_factory=list)
     base_chosen: bool = False
 
-    def add(self, lists: object, asked_by: Origin, folder: Path) -> None:
+    def add(self, lists: object, asked_by: RuleSource, folder: Path) -> None:
         """Add a source of any kind that `load_table` takes; relative paths start at `folder`."""
         match lists:
             case CastTable():
@@ -178,7 +178,7 @@ class _Layers:
         self._extend(found, (found.source.name,))
         self.own.append(found.own)
 
-    def add_base(self, ref: str, asked_by: Origin, folder: Path, chain: tuple[str, ...]) -> None:
+    def add_base(self, ref: str, asked_by: RuleSource, folder: Path, chain: tuple[str, ...]) -> None:
         """Add a set to the bases, and below it what it extends; one that is there already keeps its place."""
         self.base_chosen = True
         found = _read_named(ref, asked_by, folder)
@@ -231,10 +231,10 @@ def load_table(
     if (found := _discover(here / start if start else here)) is not None:
         layers.add_own(found)
     paths = (os.environ if environ is None else environ).get(ENVIRONMENT_VARIABLE, "")
-    layers.add([item for item in paths.split(os.pathsep) if item], Origin(ENVIRONMENT_VARIABLE, None, False), here)
-    layers.add(() if lists is None else lists, Origin("lists=", None, False), here)
+    layers.add([item for item in paths.split(os.pathsep) if item], RuleSource(ENVIRONMENT_VARIABLE, None, False), here)
+    layers.add(() if lists is None else lists, RuleSource("lists=", None, False), here)
     if not layers.base_chosen:
-        layers.add_base(base, Origin("base=", None, False), here, ())
+        layers.add_base(base, RuleSource("base=", None, False), here, ())
     packages = (table for _, table in package_tables()) if layers.bases else ()
     return _merged((*layers.bases.values(), *packages, *layers.own), device_type)
 
@@ -280,7 +280,7 @@ def shipped_table(name: str, device_type: str | None = None) -> CastTable:
         ListFileError: There is no such set.
     """
     layers = _Layers()
-    layers.add_base(name, Origin("shipped_table", None, False), Path.cwd(), ())
+    layers.add_base(name, RuleSource("shipped_table", None, False), Path.cwd(), ())
     return _merged(layers.bases.values(), device_type)
 
 
@@ -305,6 +305,6 @@ def check_bare_names(table: CastTable, known: Collection[str]) -> tuple[CastRule
     lacking = tuple(rule for rule in table.rules if rule.bare and rule.target not in known)
     for rule in lacking:
         if not rule.origin.shipped:
-            remedy = f"{nearest(rule.target, known)} Name any other function by its dotted name"
+            remedy = f"{did_you_mean(rule.target, known)} Name any other function by its dotted name"
             fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
     return lacking

@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autoamp.errors import ListFileError
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, Origin, is_version_limit
+from autoamp.rules.table import (
+    CastPolicy,
+    CastRule,
+    CastTable,
+    ModulePrecision,
+    ModuleRule,
+    RuleSource,
+    is_version_limit,
+)
 from autoamp.rules.toml_lines import TomlLines
 
-__all__ = ["ListSet", "Source", "choices", "fail", "nearest"]
+__all__ = ["ListSet", "Source", "choices", "did_you_mean", "fail"]
 
 SCHEMA = 1
 # Written down here, since lists are read without importing torch.
@@ -28,7 +36,7 @@ _PRECISIONS = {**{precision.value: precision for precision in ModulePrecision}, 
 _KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), _HALF, "modules", "versions", "devices")
 
 
-def nearest(word: object, valid: Collection[str]) -> str:
+def did_you_mean(word: object, valid: Collection[str]) -> str:
     """Return the end of a message about an unknown word: the valid words that are spelled most like it."""
     close = difflib.get_close_matches(str(word), sorted(valid), n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "nothing near that name is known."
@@ -39,7 +47,7 @@ def choices(valid: Collection[str]) -> str:
     return ", ".join(map(repr, valid))
 
 
-def fail(origin: Origin, message: str) -> NoReturn:
+def fail(origin: RuleSource, message: str) -> NoReturn:
     """Raise the ListFileError for what stands at ``origin``."""
     raise ListFileError(message, origin.path, origin.line)
 
@@ -62,11 +70,11 @@ class Source:
     lines: TomlLines | None = None
     under: tuple[str, ...] = ()
 
-    def at(self, *path: str, item: int | None = None) -> Origin:
+    def at(self, *path: str, item: int | None = None) -> RuleSource:
         """Return the origin of a key, or of an item of its array."""
-        return Origin(self.name, self.lines.of(self.under + path, item) if self.lines else None, self.shipped)
+        return RuleSource(self.name, self.lines.get(self.under + path, item) if self.lines else None, self.shipped)
 
-    def remark(self, origin: Origin) -> str:
+    def remark(self, origin: RuleSource) -> str:
         """Return the comment on the line of an entry, empty where there is none."""
         return self.lines.comments.get(origin.line, "") if self.lines and origin.line is not None else ""
 
@@ -89,7 +97,7 @@ class ListSet:
         valid = (*_KEYS, "lists") if source.under else _KEYS
         for key in data:
             if key not in valid:
-                fail(source.at(str(key)), f"unknown key {key!r}; {nearest(key, valid)} Valid: {choices(valid)}")
+                fail(source.at(str(key)), f"unknown key {key!r}; {did_you_mean(key, valid)} Valid: {choices(valid)}")
         self._check_schema(data, schema_needed)
         self._seen: dict[str, CastRule] = {}
         for key, policy in _ARRAYS:
@@ -155,7 +163,7 @@ class ListSet:
         for target, versions in self._entries(data, "versions"):
             origin = self.source.at("versions", target)
             if target not in self._seen:
-                fail(origin, f"{target!r} under versions has no rule here; {nearest(target, self._seen)}")
+                fail(origin, f"{target!r} under versions has no rule here; {did_you_mean(target, self._seen)}")
             if not is_version_limit(versions):
                 fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
             self._seen[target] = replace(self._seen[target], versions=versions)
@@ -164,14 +172,14 @@ class ListSet:
         for target, devices in self._entries(data, "devices"):
             origin = self.source.at("devices", target)
             if target not in self._seen:
-                fail(origin, f"{target!r} under devices has no rule here; {nearest(target, self._seen)}")
+                fail(origin, f"{target!r} under devices has no rule here; {did_you_mean(target, self._seen)}")
             types = tuple(part.strip() for part in devices.split(","))
             if not DEVICE_TYPES.issuperset(types):
                 remedy = f"write one of {choices(sorted(DEVICE_TYPES))}, or several with commas between"
                 fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
             self._seen[target] = replace(self._seen[target], devices=types)
 
-    def _fail_type(self, key: str, wanted: str, value: object, origin: Origin) -> NoReturn:
+    def _fail_type(self, key: str, wanted: str, value: object, origin: RuleSource) -> NoReturn:
         fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
 
     def _add_rule(self, rule: CastRule) -> None:

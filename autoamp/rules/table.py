@@ -14,7 +14,7 @@ __all__ = [
     "CastTable",
     "ModulePrecision",
     "ModuleRule",
-    "Origin",
+    "RuleSource",
     "admits_version",
     "is_version_limit",
 ]
@@ -46,7 +46,7 @@ class ModulePrecision(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class RuleSource:
     """The place of a rule: `str(origin)` is `lists/default.toml:12`, or `lists=` for a list without lines.
 
     Attributes:
@@ -79,7 +79,7 @@ class CastRule:
 
     target: str
     policy: CastPolicy
-    origin: Origin
+    origin: RuleSource
     remedy: str = ""
     reason: str = ""
     versions: str = ""
@@ -104,7 +104,7 @@ class ModuleRule:
 
     pattern: str
     precision: ModulePrecision
-    origin: Origin
+    origin: RuleSource
     reason: str = ""
 
 
@@ -152,12 +152,12 @@ class CastTable:
 
 
 def is_version_limit(text: str) -> bool:
-    """Tell whether a text limits versions: `>=2.13`, `<2.14`, or several with commas between."""
+    """Whether a text limits versions: `>=2.13`, `<2.14`, or several with commas between."""
     return _LIMITS.fullmatch(text) is not None
 
 
 def admits_version(limits: str, version: str) -> bool:
-    """Tell whether a version such as `2.13.0+cpu` is within limits, of which an empty text has none.
+    """Whether a version such as `2.13.0+cpu` is within limits, of which an empty text has none.
 
     Raises:
         ValueError: The version does not begin with two numbers.

@@ -76,7 +76,7 @@ class TomlLines:
             elif match.lastgroup is not None:
                 (self._read_key if self._in_key else self._read_value)(match.group(), match.lastgroup, line)
 
-    def of(self, path: tuple[str, ...], item: int | None = None) -> int | None:
+    def get(self, path: tuple[str, ...], item: int | None = None) -> int | None:
         """Return the line of a key, or of the string number `item` in its array; None where there is no such key."""
         items = self.items.get(path, [])
         return items[item] if item is not None and item < len(items) else self.keys.get(path)

@@ -111,7 +111,7 @@ def _settings_of(
     lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, **others: Any
 ) -> Settings | None:
     """Return the settings that arguments of `init` come to; None if the device falls back to fp32."""
-    settings = Settings.of(lists, device_type, dtype, **others)
+    settings = Settings.from_arguments(lists, device_type, dtype, **others)
     check_device(settings.device_type)
     return None if falls_back_to_fp32(dtype, settings.device_type) else settings
 
@@ -162,7 +162,7 @@ class Region:
     @functools.cached_property
     def _own_handle(self) -> Handle:
         """The region's own handle, kept from entry to entry, and with it the loss scale."""
-        return Handle(self._settings or Settings.of(), on=False)
+        return Handle(self._settings or Settings.from_arguments(), on=False)
 
 
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:

@@ -77,13 +77,13 @@ class _Failure:
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
         self.rule = runtime.patched.rule_on(op)
-        self.is_off = runtime.casts.on_by_default and runtime.casts.local.switches.forced_off
+        self.is_off = runtime.casts.on_by_default and runtime.casts.local.mode.forced_off
         self.root: Module | None = None
         self.fp32: Module | None = None
         forward = runtime.models.forward_dtypes
         for module in self.modules:
             inputs = getattr(forward.values.get(forward.find(module)), "inputs", None)
-            precision = None if self.root is not None else runtime.precisions.of(module)
+            precision = None if self.root is not None else runtime.precisions.get(module)
             if inputs in HALF_DTYPES:
                 self.root, self.fp32 = self.root or module, None
             elif inputs is torch.float32 or precision is not None:

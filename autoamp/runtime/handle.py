@@ -22,7 +22,7 @@ from autoamp.diagnostics import (
     Observer,
     Overflow,
     RangeProfile,
-    Recording,
+    ReportRecording,
     Watch,
     explain,
     report_of,
@@ -36,7 +36,7 @@ from autoamp.rules import CastRule
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import clip_grad_norm_, listed, wrap_optimizer
+from autoamp.stepping import as_list, clip_grad_norm_, wrap_optimizer
 
 __all__ = ["BaseHandle", "Handle", "Precision", "runtime_of"]
 
@@ -93,7 +93,7 @@ class BaseHandle:
     # -- lifecycle --
 
     def is_active(self) -> bool:
-        """Tell whether this handle's patches are in place."""
+        """Whether this handle's patches are in place."""
         return self._runtime.patched.in_place
 
     def deactivate(self) -> tuple[str, ...]:
@@ -148,10 +148,10 @@ class BaseHandle:
             UsageError: The handle is not active.
         """
         run = self._active_runtime
-        if run.counts is None or not run.counts.active:
-            run.counts = Counts(run.casts, run.observe_no_more)
-            self.observe(run.counts)
-        return run.counts
+        if run.call_counts is None or not run.call_counts.active:
+            run.call_counts = Counts(run.casts, run.observe_no_more)
+            self.observe(run.call_counts)
+        return run.call_counts
 
     def trace(self) -> CastTrace:
         """Trace the casts inside a ``with`` statement: for each op and line the casts, the spared casts and the dtypes.
@@ -178,7 +178,7 @@ class BaseHandle:
         run = self._active_runtime
         return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale)
 
-    def record(self, *, sample: bool = True) -> Recording:
+    def record(self, *, sample: bool = True) -> ReportRecording:
         """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
 
         Steps 0, 10 and 100, and each 1000th are sampled. A sample starts at the first model call that records
@@ -196,7 +196,7 @@ class BaseHandle:
         """
         run = self._active_runtime
         if run.recording is None or not run.recording.active:
-            run.recording = Recording(run, sample=sample).start()
+            run.recording = ReportRecording(run, sample=sample).start()
         return run.recording
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -351,12 +351,12 @@ class BaseHandle:
     @property
     def skipped_steps(self) -> int:
         """How many steps of all optimizers were skipped because gradients overflowed."""
-        return self._runtime.optimizers.counts.skipped
+        return self._runtime.optimizers.step_stats.skipped
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self._runtime.optimizers.counts.last.skipped
+        return self._runtime.optimizers.step_stats.last.skipped
 
     @property
     def last_overflow(self) -> Overflow | None:
@@ -372,8 +372,8 @@ class BaseHandle:
         ``nonfinite``, the steps that no loss scale guards and whose gradients or loss held inf or nan; ``casts``, what
         `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
         """
-        run, counts = self._runtime, self._runtime.optimizers.counts
-        run.nonfinite.own_scaler.catch_up()
+        run, counts = self._runtime, self._runtime.optimizers.step_stats
+        run.nonfinite.grad_scaler_watch.catch_up()
         # Waits for the device: only then scalers know of the last steps.
         skipped = counts.skipped
         # Scalers of a handle that guards no optimizer say nothing.
@@ -386,7 +386,7 @@ class BaseHandle:
             "skipped": skipped,
             "last_step_skipped": self.last_step_skipped,
             "nonfinite": run.nonfinite.total,
-            "casts": {} if run.counts is None else run.counts.as_dict()["casts"],
+            "casts": {} if run.call_counts is None else run.call_counts.as_dict()["casts"],
             "overflows": dict(Counter(found.kind for found in run.overflows.all)),
         }
 
@@ -412,7 +412,7 @@ class BaseHandle:
             raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give an object with add_scalar() or log()")
 
         def write() -> None:
-            if self._runtime.optimizers.counts.all % every == 0:
+            if self._runtime.optimizers.step_stats.all % every == 0:
                 now = self.stats
                 write_scalars(writer, {name: float(now[name]) for name in ("loss_scale", "skipped")}, now["steps"])
 
@@ -457,7 +457,7 @@ class BaseHandle:
                 or calls an optimizer.
         """
         run = self._active_runtime
-        return run.overflows.explain_loss(step_fn, run.optimizers.counts.loss_scale(self.loss_scale))
+        return run.overflows.explain_loss(step_fn, run.optimizers.step_stats.loss_scale(self.loss_scale))
 
     @property
     def max_consecutive_skips(self) -> int:
@@ -534,8 +534,8 @@ class BaseHandle:
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
-        named = None if optimizers is None else listed(optimizers)
-        self._runtime.optimizers.asked.put(RequestedGroup.of(group, replicas), named)
+        named = None if optimizers is None else as_list(optimizers)
+        self._runtime.optimizers.asked.put(RequestedGroup.from_arguments(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer its own ``scale_loss(loss)``, with a scaler for each of ``num_loss`` losses.
@@ -585,7 +585,7 @@ class BaseHandle:
         is disabled.
         """
         optimizers = self._runtime.optimizers
-        return optimizers.loss_scalers.state_dict(optimizers.counts.skipped)
+        return optimizers.loss_scalers.state_dict(optimizers.step_stats.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of ``state_dict``: all of it, or nothing after an error. A disabled handle ignores it.

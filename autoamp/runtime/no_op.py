@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.diagnostics import Followers, Observer, Overflow, Recording, Watch
+from autoamp.diagnostics import Followers, Observer, Overflow, ReportRecording, Watch
 from autoamp.kernels import Backend
 from autoamp.program import listen
 from autoamp.rules import CastTable
 from autoamp.runtime.handle import BaseHandle
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.stepping import Step, listed, stepped_params
+from autoamp.stepping import Step, as_list, stepped_params
 
 __all__ = ["NoOpHandle"]
 
@@ -46,9 +46,9 @@ class NoOpHandle(BaseHandle):
         """Report nothing: no function is patched."""
         return Watch(observer.ended)
 
-    def record(self, *, sample: bool = True) -> Recording:
+    def record(self, *, sample: bool = True) -> ReportRecording:
         """Return a recording that has ended."""
-        recording = self._runtime.recording = Recording(self._runtime, sample=sample)
+        recording = self._runtime.recording = ReportRecording(self._runtime, sample=sample)
         recording.stop()
         return recording
 
@@ -88,7 +88,7 @@ class NoOpHandle(BaseHandle):
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, and return the norm before that."""
-        params = [param for optimizer in listed(optimizers) for param in stepped_params(optimizer)]
+        params = [param for optimizer in as_list(optimizers) for param in stepped_params(optimizer)]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:

@@ -67,7 +67,7 @@ class PatchedTorch:
                     self._patch_targets(targets.values(), functions)
                     for rule in expansion.deferred:
                         self._defer(rule)
-                    self._compilers.teach_dynamo(self.patches, casts.local.bound_off, casts.local.bound_as_traced)
+                    self._compilers.teach_dynamo(self.patches, casts.local.with_casts_off, casts.local.with_traced_mode)
             except BaseException:
                 casts.shut()
                 self._take_back()

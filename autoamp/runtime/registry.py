@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.errors import ListFileError, PatchError, TargetError, warn_user
 from autoamp.ops import Target, build_replacement, target_at
 from autoamp.patching import check_writable
-from autoamp.rules import CastPolicy, CastRule, Origin
+from autoamp.rules import CastPolicy, CastRule, RuleSource
 
 __all__ = ["Registry"]
 
@@ -34,7 +34,7 @@ class _Decorated:
         self._policy = policy
         self.current = function
 
-    def build(self, casts: Casts) -> None:
+    def build(self, casts: CastState) -> None:
         function = self._function
         name = getattr(function, "__qualname__", type(function).__name__)
         self.current = build_replacement(function, self._policy, casts, module=str(function.__module__), qualname=name)
@@ -53,7 +53,7 @@ class Registry:
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
         self._decorated: weakref.WeakSet[_Decorated] = weakref.WeakSet()
-        self._casts: Casts | None = None
+        self._casts: CastState | None = None
         self.rules: dict[tuple[int, str], tuple[Any, CastRule]] = {}
 
     def decorate(self, function: _Function, policy: CastPolicy) -> _Function:
@@ -86,7 +86,7 @@ class Registry:
 
         return wrapper  # type: ignore[return-value]
 
-    def use(self, casts: Casts) -> None:
+    def use(self, casts: CastState) -> None:
         """Let all decorated functions follow a handle's casts from now on."""
         self._casts = casts
         for decorated in list(self._decorated):
@@ -103,7 +103,7 @@ class Registry:
             near = difflib.get_close_matches(str(name), dir(module), n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "register a name that is there"
             raise TargetError(f"no function named {name!r} in {where!r}; {hint}")
-        rule = CastRule(f"{where}.{name}", policy, Origin(f"register_{policy.value}_function", None, False))
+        rule = CastRule(f"{where}.{name}", policy, RuleSource(f"register_{policy.value}_function", None, False))
         try:
             target = target_at(module, name, rule)
             check_writable(target.parent, target.attribute)

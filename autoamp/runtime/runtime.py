@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.diagnostics import (
     CapsuleWriter,
     Counts,
@@ -19,7 +19,7 @@ from autoamp.diagnostics import (
     Observation,
     Observer,
     OverflowTrace,
-    Recording,
+    ReportRecording,
     Watch,
 )
 from autoamp.errors import UsageError, kind_of
@@ -52,7 +52,7 @@ class Runtime:
         overflows: Explains skipped steps, all of them with ``trace_overflow=True``.
         half_losses: Looks for losses that make no inf, for more than this handle; None where a recording makes its own.
         recording: What `Handle.record` began last; None before.
-        counts: What `Handle.count` began last; None before.
+        call_counts: What `Handle.count` began last; None before.
         followers: Functions that are called after steps of guarded optimizers.
         auto_scaling: What `Handle.auto_scale` starts.
     """
@@ -68,16 +68,16 @@ class Runtime:
         self.auto_scaling = AutoScale(self.optimizers)
         self._apply(settings)
         self.patched = PatchedTorch(self)
-        self.counts: Counts | None = None
+        self.call_counts: Counts | None = None
         self.half_losses: HalfLosses | None = None
-        self.recording: Recording | None = None
+        self.recording: ReportRecording | None = None
         self.ended = False
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
-    def _casts_for(self, settings: Settings, on: bool) -> Casts:
+    def _casts_for(self, settings: Settings, on: bool) -> CastState:
         dtype, device_type, caching = settings.dtype, settings.device_type, settings.enable_caching
         casts = (
-            Casts(dtype, device_type, enable_caching=caching, on=on)
+            CastState(dtype, device_type, enable_caching=caching, on=on)
             if settings.scope == "global"
             else ModuleCasts(dtype, device_type, enable_caching=caching)
         )
@@ -106,14 +106,14 @@ class Runtime:
             # Multiplies the gradients of a backward pass before the recorder sees them.
             self.auto_scaling,
             recorder,
-            self.nonfinite.own_scaler,
+            self.nonfinite.grad_scaler_watch,
             self.nonfinite,
             # After all that counts or changes a step.
             self.followers,
         )
 
     @property
-    def casts(self) -> Casts:
+    def casts(self) -> CastState:
         """The casting state."""
         return self.optimizers.casts
 

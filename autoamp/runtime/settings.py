@@ -44,7 +44,7 @@ class Settings:
     casts_models: bool = False
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, **others: Any
     ) -> Settings:
         """Fill in the defaults, read the lists and check the arguments, which are those of `init`. Nothing is patched.

@@ -98,12 +98,12 @@ class LossScaler(ABC):
             found_inf: Whether a gradient of this step held inf or nan.
         """
 
-    def scale_at_hand(self) -> Scale:
+    def scale_without_sync(self) -> Scale:
         """Return the factor for the next loss, without waiting for a device."""
         return self.loss_scale
 
     def serves_device(self, device: torch.device) -> bool:
-        """Tell whether `update_later` may be called with flags on this device."""
+        """Whether `update_later` may be called with flags on this device."""
         return False
 
     def update_later(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
@@ -200,12 +200,12 @@ class StaticLossScaler(LossScaler):
         self.unread.catch_up()
         self._move(found_inf)
 
-    def scale_at_hand(self) -> float:
-        """Return the scale. See `LossScaler.scale_at_hand`."""
+    def scale_without_sync(self) -> float:
+        """Return the scale. See `LossScaler.scale_without_sync`."""
         return self._loss_scale
 
     def serves_device(self, device: torch.device) -> bool:
-        """Tell whether flags on this device are worth it. See `LossScaler.serves_device`."""
+        """Whether flags on this device are worth it. See `LossScaler.serves_device`."""
         return type(self).update is StaticLossScaler.update and self.unread.serves(device)
 
     def __repr__(self) -> str:
@@ -268,12 +268,12 @@ class DynamicLossScaler(LossScaler):
         self._leave_device()
         self._move(found_inf)
 
-    def scale_at_hand(self) -> Scale:
-        """Return the scale, from the device where only that knows it. See `LossScaler.scale_at_hand`."""
+    def scale_without_sync(self) -> Scale:
+        """Return the scale, from the device where only that knows it. See `LossScaler.scale_without_sync`."""
         return self._on_device[0] if self._on_device is not None and len(self.unread) else self.loss_scale
 
     def serves_device(self, device: torch.device) -> bool:
-        """Tell whether flags on this device are left there. See `LossScaler.serves_device`.
+        """Whether flags on this device are left there. See `LossScaler.serves_device`.
 
         Not where the scale may be below 1 by then, which takes gradients two passes.
         """
@@ -398,7 +398,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_count(value: Any, at_least: int = 0) -> bool:
-    """Tell whether a value is a whole number, and not below ``at_least``; a bool is none."""
+    """Whether a value is a whole number, and not below ``at_least``; a bool is none."""
     return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least
 
 

@@ -27,14 +27,14 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is torch's DTensor, of which a rank has a part: what `fully_shard` makes of parameters."""
+    """Whether a tensor is torch's DTensor, of which a rank has a part: what `fully_shard` makes of parameters."""
     kind = type(tensor)
     # Of the class: a DTensor's own are properties in Python, and this is asked of every parameter.
     return kind is not Tensor and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
 
 
 def is_flat(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a flat parameter of `FullyShardedDataParallel`."""
+    """Whether a tensor is a flat parameter of `FullyShardedDataParallel`."""
     return bool(getattr(tensor, "_is_flat_param", False))
 
 

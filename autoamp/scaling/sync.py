@@ -40,7 +40,7 @@ class RequestedGroup:
     replicas: int
 
     @classmethod
-    def of(cls, group: Any, replicas: int | None) -> RequestedGroup:
+    def from_arguments(cls, group: Any, replicas: int | None) -> RequestedGroup:
         """Check what a program gave.
 
         Raises:
@@ -117,7 +117,7 @@ class FoundInfReduction:
     vector: Tensor
 
     @classmethod
-    def of(
+    def from_checks(
         cls,
         group: SyncGroup,
         found: Sequence[Sequence[Tensor]],
@@ -166,11 +166,11 @@ class FoundInfReduction:
         return self.vector[_NORM]
 
     def has_checks(self) -> bool:
-        """Tell whether a block or pass of any rank was checked. Waits for the device."""
+        """Whether a block or pass of any rank was checked. Waits for the device."""
         return bool(self.vector[_HAS_CHECKS])
 
     def loss_is_nonfinite(self) -> bool:
-        """Tell whether the loss of any rank is inf or nan at any scale. Waits for the device."""
+        """Whether the loss of any rank is inf or nan at any scale. Waits for the device."""
         return bool(self.vector[_NONFINITE_LOSS])
 
 

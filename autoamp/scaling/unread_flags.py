@@ -54,7 +54,7 @@ class UnreadFlags:
         return len(self._here) + (0 if self._sent is None else len(self._sent.tells))
 
     def serves(self, device: torch.device) -> bool:
-        """Tell whether flags on a device are left unread. A captured CUDA graph would replay the same flags."""
+        """Whether flags on a device are left unread. A captured CUDA graph would replay the same flags."""
         if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
         return device.type in self._device_types

@@ -11,16 +11,16 @@ from autoamp.stepping.attach import (
     stepped_params,
 )
 from autoamp.stepping.block import open_blocks, scaled_block
-from autoamp.stepping.checks import check_half_model, check_half_norms
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.links import equalized, load_master, master_of, refresh_params, release_master
-from autoamp.stepping.loss_scalers import listed
+from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizer_steps import OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
 from autoamp.stepping.skips import Skips, Step, StepOwner, StepWatch
 
 __all__ = [
@@ -36,13 +36,13 @@ __all__ = [
     "StepWatch",
     "announce_disabled",
     "announce_enabled",
+    "as_list",
     "check_half_model",
     "check_half_norms",
     "clip_grad_norm_",
     "equalized",
     "fit_state",
     "is_optimizer",
-    "listed",
     "living_optimizers_and_modules",
     "load_master",
     "master_of",

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether a value has ``param_groups`` and ``step``."""
+    """Whether a value has ``param_groups`` and ``step``."""
     return hasattr(value, "param_groups") and callable(getattr(value, "step", None))
 
 
@@ -224,7 +224,7 @@ def takes_flag(optimizer: Any) -> bool:
 
 
 def _supports_found_inf(kind: type[Any]) -> bool:
-    """Tell whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
+    """Whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
 
     Not one that wants a whole `GradScaler`, by an older convention. Nor a subclass with a step of its own that inherits
     ``_step_supports_amp_scaling`` from a class of torch: what its step does besides calling that one, it would do in a

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, scaled_loss, unscale_
-from autoamp.stepping.checks import warn_without_gradients
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.overflow_checks import OverflowCheck
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
+from autoamp.stepping.setting_warnings import warn_without_gradients
 
 __all__ = ["open_blocks", "scaled_block", "scaled_loss_block"]
 
@@ -50,7 +50,7 @@ def scaled_loss_block(
     loss: Tensor,
     guards: Sequence[StepGuard],
     scaler: LossScaler,
-    casts: Casts,
+    casts: CastState,
     *,
     delay_unscale: bool,
     left_scaled: LeftScaled,
@@ -87,7 +87,7 @@ def scaled_loss_block(
             if watch is not None:
                 watch.check()
                 for guard in guards:
-                    guard.proven = guard.proven or watch.proven
+                    guard.backward_seen = guard.backward_seen or watch.backward_seen
     finally:
         casts.cache.clear()
 
@@ -142,9 +142,9 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
         guard.prepare_block(finishes_delayed=not scaler.checks)
         if len(guards) > 1:
             # What the program wrote since concerns one optimizer, and not the others of this block.
-            guard.checks.look_before_block()
+            guard.pending.look_before_block()
     # Read after the loop, in which checks were resolved: that may have changed it.
-    scale = scaler.scale_at_hand()
+    scale = scaler.scale_without_sync()
     _rescale(guards, scale)
     added_to = [guard for guard in guards if guard.grads.has_any()] if len(guards) > 1 else []
     for guard in guards:
@@ -183,13 +183,13 @@ def _leave(
         if has_gradients:
             guard.leave_block(1.0, check)
         else:
-            is_shared = guard.checks.group is not None
+            is_shared = guard.pending.group is not None
             if warns and not is_shared:
                 warn_without_gradients(guard.name, guard.grads.params())
             # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
             guard.leave_block(1.0, OverflowCheck(scaler, scale, ()) if checks and is_shared else None)
         if checks:
-            guard.checks.block_ended(scaler, scale)
+            guard.pending.block_ended(scaler, scale)
 
 
 def _check(
@@ -219,7 +219,7 @@ def _check(
     of_block, of_guard = list[Tensor](), {guard: list[Tensor]() for guard in guards}
     for group, params in by_owners.items():
         for flag in unscale_(params, scale, scaler.unread.blank):
-            before = [guard.checks.earlier_flag(flag.device) for guard in group]
+            before = [guard.pending.earlier_flag(flag.device) for guard in group]
             # One of them is enough: only its check tells of inf in what they share.
             of_block.append(torch.where(torch.stack(before).amax() != 0, 0.0, flag))
             for guard in group:

@@ -49,7 +49,7 @@ class StepGuard:
 
     Attributes:
         grads: The optimizer's gradients.
-        checks: The checks on them since the last step.
+        pending: The checks on them since the last step.
         skips: What is known of its steps and skips.
         in_block: Whether a block of this optimizer is open.
         stepping: Whether the optimizer is stepping now, as this guard lets it.
@@ -59,7 +59,7 @@ class StepGuard:
         repeats_closure: Whether the first evaluation of a closure may be repeated at a lower scale. Not where programs
             know nothing of loss scaling: a closure may draw its batch.
         scaled: Whether a block has had a loss of this optimizer.
-        proven: Whether the scaled loss was run backward in one.
+        backward_seen: Whether the scaled loss was run backward in one.
         compared_settings: Whether settings were compared with the ranks that step together with this one.
     """
 
@@ -69,11 +69,11 @@ class StepGuard:
         self._owner = owner
         self.grads = ScaledGrads(self._optimizer, masters)
         self.skips = Skips(type(optimizer).__name__, owner)
-        self.checks = PendingChecks(self.skips, self.grads, owner)
+        self.pending = PendingChecks(self.skips, self.grads, owner)
         self.in_block = self.stepping = False
         self.last_step_ran = self.repeats_closure = True
         self.max_consecutive_skips = 50
-        self.scaled = self.proven = self.compared_settings = False
+        self.scaled = self.backward_seen = self.compared_settings = False
 
     @property
     def owner(self) -> StepOwner:
@@ -116,8 +116,8 @@ class StepGuard:
         """
         attached = None if self._attached is None else self._attached()
         if attached is not None and self.optimizer is not None:
-            self.checks.finish_delayed()
-            self.checks.pending = []
+            self.pending.finish_delayed()
+            self.pending.checks = []
             attached.detach()
 
     # -- blocks --
@@ -125,10 +125,10 @@ class StepGuard:
     def prepare_block(self, *, finishes_delayed: bool) -> None:
         """Get ready for a block: resolve what is known of gradients that were dropped since the last one."""
         self.grads.collect(new_pass=True)
-        self.checks.unscale_added_params()
-        self.checks.resolve_dropped_grads()
+        self.pending.unscale_added_params()
+        self.pending.resolve_dropped_grads()
         if finishes_delayed or not self.grads.has_any():
-            self.checks.finish_delayed()
+            self.pending.finish_delayed()
 
     def leave_block(self, scale: Scale, check: OverflowCheck | None = None, delayed: LossScaler | None = None) -> None:
         """Take note of how a block ended.
@@ -139,20 +139,20 @@ class StepGuard:
             delayed: The scaler of the block, if they are to be checked later.
         """
         self.grads.scale, self.grads.delayed = scale, delayed
-        self.checks.note(check)
+        self.pending.note(check)
 
     # -- clipping --
 
     def norm(self, norm_type: float) -> Tensor:
         """Return the power of the norm of true gradients that `PendingChecks.norm` does."""
         self.grads.collect()
-        self.checks.finish_delayed()
-        self.checks.unscale_added_params()
-        return self.checks.norm(norm_type)
+        self.pending.finish_delayed()
+        self.pending.unscale_added_params()
+        return self.pending.norm(norm_type)
 
     def overflowed(self) -> bool:
-        """Tell whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
-        found = self.checks.overflowed()
+        """Whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
+        found = self.pending.overflowed()
         return self.skips.step.skipped if found is None else found
 
     # -- steps --
@@ -177,7 +177,7 @@ class StepGuard:
             else:
                 result = self._step_by_checks(original, args, kwargs)
         finally:
-            self.checks.step_ended()
+            self.pending.step_ended()
             self.params_changed()
         self.owner.step_ended(self)
         return result
@@ -185,7 +185,7 @@ class StepGuard:
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flag = self._flag_for_device()
         if flag is None:
-            blamed = self.checks.resolve()
+            blamed = self.pending.resolve()
             if blamed is not None or self.owner.wants_skip(self):
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
@@ -209,9 +209,9 @@ class StepGuard:
         if not makes_gradients:
             self.owner.refuse_scaled(self)
         self.grads.collect()
-        self.checks.finish_delayed()
-        self.checks.unscale_added_params()
-        self.checks.recheck(makes_gradients=makes_gradients, last_step=last_step)
+        self.pending.finish_delayed()
+        self.pending.unscale_added_params()
+        self.pending.recheck(makes_gradients=makes_gradients, last_step=last_step)
 
     def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
@@ -236,8 +236,8 @@ class StepGuard:
             or getattr(optimizer, "_optimizer_step_post_hooks", None)
         ):
             return None
-        scaler = self.checks.pending[0].scaler if self.checks.pending else None
-        flag = self.checks.resolve_on_device()
+        scaler = self.pending.checks[0].scaler if self.pending.checks else None
+        flag = self.pending.resolve_on_device()
         if flag is not None and scaler is not None and self.skips.in_a_row_known >= self.max_consecutive_skips:
             raise self._too_many_skips(scaler)
         return flag
@@ -251,7 +251,7 @@ class StepGuard:
     def begin_masters(self) -> None:
         """Let the masters take what was written into half parameters; once that is done this changes nothing."""
         if self.masters is not None:
-            asked = self.checks.requested_group
+            asked = self.pending.requested_group
             self.masters.begin_step(local=asked is not None and asked.replicas == 1)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,7 +259,7 @@ class StepGuard:
         try:
             self.begin_masters()
             casts = self.owner.casts
-            return (original if casts is None else casts.local.bound(original, False))(*args, **kwargs)
+            return (original if casts is None else casts.local.with_mode(original, False))(*args, **kwargs)
         finally:
             self.stepping = before
 
@@ -320,8 +320,8 @@ def _step_with_closure(
         NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved, and such a step is not
             undone.
     """
-    guard.checks.resolve_dropped_grads()
-    blamed = guard.checks.resolve()
+    guard.pending.resolve_dropped_grads()
+    blamed = guard.pending.resolve()
     if blamed is not None:
         guard.skip(blamed)
         return None if guard.repeats_closure else _call_closure(guard, closure)
@@ -369,11 +369,11 @@ def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
 
 def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
     """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
-    grads, checks = guard.grads, guard.checks
+    grads, checks = guard.grads, guard.pending
     if guard.skips.steps > 1 and checks.last is None:
         # The steps before scaled no loss, so gradients are not copied. If this one does, its first overflow is a skip.
         attempts = 1
-    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.checks.scalers)
+    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.pending.scalers)
     before = GradsCopy(grads.params()) if may_repeat else None
     for attempt in range(attempts):
         if attempt and before is not None:
@@ -389,7 +389,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         else:
             checks.recheck(makes_gradients=True)
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
-        scales = {id(check.scaler): check.scaler.loss_scale for check in checks.pending}
+        scales = {id(check.scaler): check.scaler.loss_scale for check in checks.checks}
         blamed = checks.resolve()
         # A lower scale helps against large gradients, not against a loss that is inf already.
         if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:

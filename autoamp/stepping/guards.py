@@ -12,10 +12,10 @@ from torch.nn import Module
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler
 from autoamp.stepping.attach import refuse_unguardable, stepped_params
-from autoamp.stepping.checks import check_optimizer
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers
 from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.setting_warnings import check_optimizer
 from autoamp.stepping.skips import StepCounts
 
 __all__ = ["Guards", "steps_any_of"]
@@ -29,7 +29,7 @@ class Guards:
 
     Attributes:
         loss_scalers: Those that were given, and all that came later.
-        counts: How many steps there were, and skips.
+        step_stats: How many steps there were, and skips.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         max_consecutive_skips: So many skips of one optimizer in a row are an error.
         running: Optimizers of torch's classes whose step runs now, by id.
@@ -37,7 +37,7 @@ class Guards:
 
     def __init__(self, scalers: Sequence[LossScaler]) -> None:
         self.loss_scalers = LossScalers(scalers)
-        self.counts = StepCounts(self.loss_scalers.catch_up)
+        self.step_stats = StepCounts(self.loss_scalers.catch_up)
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.max_consecutive_skips = 50
         self.running: set[int] = set()
@@ -66,7 +66,7 @@ class Guards:
         optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
         """
         for guard in self.guards:
-            if guard.checks.pending and not guard.stepping and not guard.takes_flag:
+            if guard.pending.checks and not guard.stepping and not guard.takes_flag:
                 params = set(map(id, guard.grads.params()))
                 if all(id(param) in params for param in stepped_params(optimizer)):
                     return guard
@@ -156,9 +156,9 @@ class Guards:
 
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
-        if self.counts.own_scale is not None:
+        if self.step_stats.own_scale is not None:
             # Of the program's scaler nothing is kept but the number.
-            self.counts.own_scale = float(self.counts.own_scale)
+            self.step_stats.own_scale = float(self.step_stats.own_scale)
         # The optimizers live as long as this list does, and their guards refer to them weakly.
         guarded = list(self._guards.items())
         guards = [guard for _, guard in guarded]
@@ -173,7 +173,7 @@ class Guards:
 
 
 def steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:
-    """Tell whether an optimizer steps a parameter of the models."""
+    """Whether an optimizer steps a parameter of the models."""
     params = {id(param) for model in models for param in model.parameters()}
     return bool(params) and any(id(param) in params for param in stepped_params(optimizer))
 

@@ -73,7 +73,7 @@ class Link:
         return version_of(grad) != self._shared_version
 
     def shares(self, grad: Tensor | None) -> bool:
-        """Tell whether a gradient of either of the two is the one that `share` was called with last."""
+        """Whether a gradient of either of the two is the one that `share` was called with last."""
         if grad is None or self._shared is None:
             return grad is None and self._shared is None
         return self._shared() is grad

@@ -15,7 +15,7 @@ from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.scaling import DynamicLossScaler, LossScaler, is_count
 from autoamp.stepping.skips import Skips
 
-__all__ = ["LossScalers", "OwnScalers", "listed"]
+__all__ = ["LossScalers", "WrappedOptimizerScalers", "as_list"]
 
 
 class LossScalers:
@@ -31,16 +31,16 @@ class LossScalers:
     def __init__(self, scalers: Sequence[LossScaler]) -> None:
         self.all = list(scalers)
         # Of the call of `initialize` that named an optimizer, and of the last call, for optimizers that none named.
-        self._of: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
-        self._latest: list[LossScaler] | None = None
+        self._by_optimizer: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+        self._current: list[LossScaler] | None = None
         # By which losses were scaled since the last call.
-        self._used: set[LossScaler] = set()
-        self._own: weakref.WeakKeyDictionary[Any, OwnScalers] = weakref.WeakKeyDictionary()
+        self._since_initialize: set[LossScaler] = set()
+        self._own: weakref.WeakKeyDictionary[Any, WrappedOptimizerScalers] = weakref.WeakKeyDictionary()
 
     @property
     def latest(self) -> list[LossScaler]:
         """Those of the last call of `initialize`, with what earlier ones share with it; without any call all."""
-        return self.all if self._latest is None else self._latest
+        return self.all if self._current is None else self._current
 
     def choose(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
         """Return the scaler of a loss of these optimizers: one, or a list or tuple.
@@ -52,7 +52,7 @@ class LossScalers:
         """
         latest = self.latest
         try:
-            choices = [self._of.get(optimizer, latest) for optimizer in listed(optimizers)] or [latest]
+            choices = [self._by_optimizer.get(optimizer, latest) for optimizer in as_list(optimizers)] or [latest]
         except TypeError:
             # What no weak reference can be made to is refused where it is guarded.
             choices = [latest]
@@ -61,8 +61,8 @@ class LossScalers:
             known = " or ".join(map(str, range(max(map(len, choices)))))
             raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
         chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
-        if self._latest is not None:
-            self._used.add(chosen)
+        if self._current is not None:
+            self._since_initialize.add(chosen)
         return chosen
 
     def use(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
@@ -73,10 +73,10 @@ class LossScalers:
             optimizers: Those that a call of `initialize` names.
         """
         self.all += [scaler for scaler in scalers if not any(scaler is known for known in self.all)]
-        self._latest = scalers
-        self._used.clear()
+        self._current = scalers
+        self._since_initialize.clear()
         for optimizer in optimizers:
-            self._of[optimizer] = scalers
+            self._by_optimizer[optimizer] = scalers
 
     def forget_but(self, scalers: Iterable[LossScaler]) -> None:
         """Forget all scalers but these, and the optimizers' own."""
@@ -92,7 +92,7 @@ class LossScalers:
 
     # -- optimizers with scalers of their own --
 
-    def give_own(self, optimizer: Any, scalers: Sequence[LossScaler], skips: Skips) -> OwnScalers:
+    def give_own(self, optimizer: Any, scalers: Sequence[LossScaler], skips: Skips) -> WrappedOptimizerScalers:
         """Give an optimizer scalers of its own, in place of those that it had.
 
         Args:
@@ -104,7 +104,7 @@ class LossScalers:
         before = self._own.get(optimizer)
         others = [scaler for scaler in self.all if before is None or scaler not in before.scalers]
         taken = others if self._own else []
-        own = OwnScalers(_distinct(scalers, taken), skips)
+        own = WrappedOptimizerScalers(_distinct(scalers, taken), skips)
         self.all = [*taken, *own.scalers]
         self._own[optimizer] = own
         return own
@@ -132,8 +132,8 @@ class LossScalers:
         an earlier training may live on.
         """
         scalers = self.all
-        if self._latest is not None:
-            wanted = {*self._latest, *self._used}
+        if self._current is not None:
+            wanted = {*self._current, *self._since_initialize}
             scalers = [scaler for scaler in scalers if scaler in wanted]
         state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(scalers)}
         return {**state, "skipped_steps": skipped_steps}
@@ -180,7 +180,7 @@ class LossScalers:
         return self.latest if count == len(self.latest) else self.all
 
 
-class OwnScalers:
+class WrappedOptimizerScalers:
     """The scalers of one optimizer: the first loss of a step takes the first, and so on.
 
     Args:
@@ -207,7 +207,7 @@ class OwnScalers:
         return scaler
 
 
-def listed(values: Any) -> list[Any]:
+def as_list(values: Any) -> list[Any]:
     """Return optimizers or models as a list: one of them, or a list or tuple."""
     return list(values) if isinstance(values, (list, tuple)) else [values]
 

@@ -100,7 +100,7 @@ class MasterWeights:
                         params[index] = link.master
                         _move_state(optimizer, parameter, link.master)
 
-    def of(self, parameter: Any) -> Any:
+    def get(self, parameter: Any) -> Any:
         """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
         pair = self._pairs.get(id(parameter))
         return parameter if pair is None else pair[1].master

@@ -70,7 +70,7 @@ class OptimizerSteps(Subscriber):
             if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
                 plain_step.skipped_by = "on_nonfinite"
             else:
-                result = optimizers.casts.local.bound(original, False)(optimizer, *args, **kwargs)
+                result = optimizers.casts.local.with_mode(original, False)(optimizer, *args, **kwargs)
         finally:
             optimizers.running.discard(id(optimizer))
         if plain_step is not None:

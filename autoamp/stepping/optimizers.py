@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.errors import UsageError, kind_of
 from autoamp.program import Program, Subscriber
 from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
@@ -18,7 +18,7 @@ from autoamp.stepping.attach import ScalesItself, guard_before, living_optimizer
 from autoamp.stepping.block import scaled_loss_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.guards import Guards, steps_any_of
-from autoamp.stepping.loss_scalers import listed
+from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
@@ -66,9 +66,9 @@ class GuardedOptimizers(Guards, StepOwner):
         undoes_steps: Whether a step that meets inf or nan in a later evaluation of its closure is undone.
     """
 
-    casts: Casts
+    casts: CastState
 
-    def __init__(self, casts: Casts, scalers: Sequence[LossScaler]) -> None:
+    def __init__(self, casts: CastState, scalers: Sequence[LossScaler]) -> None:
         super().__init__(scalers)
         self.casts = casts
         self.asked = RequestedGroups()
@@ -93,10 +93,10 @@ class GuardedOptimizers(Guards, StepOwner):
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
         self.watch.step_begins()
-        self.counts.step_begins(guard.skips.step)
-        if guard.checks.own_scalers:
-            for scaler in guard.checks.own_scalers:
-                self.counts.add_own(scaler)
+        self.step_stats.step_begins(guard.skips.step)
+        if guard.pending.own_scalers:
+            for scaler in guard.pending.own_scalers:
+                self.step_stats.add_own(scaler)
             return
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
@@ -118,11 +118,11 @@ class GuardedOptimizers(Guards, StepOwner):
             left = self._left_scaled.left(half for half, _ in masters.pairs)
             masters.share_gradients()
             for half, scale, reason in left:
-                self._left_scaled.note([half, masters.of(half)], scale, reason)
+                self._left_scaled.note([half, masters.get(half)], scale, reason)
 
     def _forget_added(self, guard: StepGuard) -> None:
         """Forget what blocks left scaled in an optimizer that got parameters since: these are going to be unscaled."""
-        if self._left_scaled and guard.checks.has_added_params:
+        if self._left_scaled and guard.pending.has_added_params:
             self._left_scaled.forget(guard.grads.leaves())
 
     def compare_settings(self, guard: StepGuard) -> None:
@@ -143,12 +143,12 @@ class GuardedOptimizers(Guards, StepOwner):
         self._left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
         self.watch.step_begins()
         self.check_underflow(optimizer)
-        self.counts.last = Step()
-        return self.counts.last
+        self.step_stats.last = Step()
+        return self.step_stats.last
 
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
-        if self.casts.dtype is torch.float16 and self.counts.own_scale is None:
+        if self.casts.dtype is torch.float16 and self.step_stats.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
     def wants_skip(self, guard: StepGuard) -> bool:
@@ -161,16 +161,16 @@ class GuardedOptimizers(Guards, StepOwner):
 
     def plain_step_ended(self, step: Step) -> None:
         """Count a step of an optimizer without loss scaling, and tell that it has ended."""
-        self.counts.plain += 1
+        self.step_stats.plain += 1
         self.program.tell(Subscriber.step_ended, step)
 
     def step_skipped(self) -> None:
         """Count a skip."""
-        self.counts.add_skip()
+        self.step_stats.add_skip()
 
     def requested_group(self, optimizer: Any) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
-        return self.asked.of(optimizer)
+        return self.asked.get(optimizer)
 
     def _new_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
         return StepGuard(optimizer, lambda: self, masters=masters)
@@ -186,11 +186,11 @@ class GuardedOptimizers(Guards, StepOwner):
             raise UsageError(message)
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
-        guards = [self.guard(optimizer) for optimizer in listed(optimizers)]
+        guards = [self.guard(optimizer) for optimizer in as_list(optimizers)]
         for guard in guards:
             guard.scaled = True
             self._forget_added(guard)
-        self.watch.loss_scaled(loss, scaler.scale_at_hand())
+        self.watch.loss_scaled(loss, scaler.scale_without_sync())
         return scaled_loss_block(
             loss,
             guards,
@@ -245,7 +245,7 @@ class GuardedOptimizers(Guards, StepOwner):
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
         self.loss_scalers.use(scalers, optimizers)
-        self.counts.reset()
+        self.step_stats.reset()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the scalers' state and the number of skips; all of it, or nothing.
@@ -253,9 +253,9 @@ class GuardedOptimizers(Guards, StepOwner):
         Raises:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
-        steps, skipped = self.counts.steps, self.loss_scalers.load_state_dict(state)
-        self.counts.reset(skipped)
-        self.counts.steps = steps
+        steps, skipped = self.step_stats.steps, self.loss_scalers.load_state_dict(state)
+        self.step_stats.reset(skipped)
+        self.step_stats.steps = steps
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
             guard.skips.in_a_row = 0
@@ -286,7 +286,7 @@ class RequestedGroups:
         else:
             self._of.update((optimizer, asked) for optimizer in optimizers)
 
-    def of(self, optimizer: Any) -> RequestedGroup | None:
+    def get(self, optimizer: Any) -> RequestedGroup | None:
         """Return the group that was asked for, for an optimizer."""
         return self._of.get(optimizer, self._for_all)
 
@@ -316,7 +316,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
     norm_type = float(norm_type)
     # Raises here, before anything is changed, for what is no type of a norm.
     none = total_norm((), norm_type)
-    guards = [registry.guard(optimizer) for optimizer in listed(optimizers)]
+    guards = [registry.guard(optimizer) for optimizer in as_list(optimizers)]
     for guard in guards:
         if guard.in_block:
             raise UsageError(
@@ -333,7 +333,7 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
     every = torch.stack([norm.to(norms[0].device) for norm in norms])
     norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
     for guard in guards:
-        guard.checks.clip(norm, max_norm)
+        guard.pending.clip(norm, max_norm)
     return norm
 
 

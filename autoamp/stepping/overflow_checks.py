@@ -15,7 +15,7 @@ __all__ = ["OverflowCheck", "read_checks", "resolve", "resolve_on_device"]
 class _Reported:
     """The result of a block or pass that its scaler has heard: None for none yet, else whether gradients overflowed."""
 
-    overflowed: bool | None = None
+    told: bool | None = None
 
 
 class OverflowCheck:
@@ -88,15 +88,15 @@ def resolve(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
     blamed = next((check for check in checks if check.overflowed), None)
     clean = list(checks if blamed is None else checks[: checks.index(blamed)])
     # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients.
-    if blamed is not None and not any(one.reported.overflowed for one in checks if one.scaler is blamed.scaler):
+    if blamed is not None and not any(one.reported.told for one in checks if one.scaler is blamed.scaler):
         blamed.scaler.update(True)
     for scaler in dict.fromkeys(check.scaler for check in clean):
-        heard = any(check.reported.overflowed is not None for check in clean if check.scaler is scaler)
+        heard = any(check.reported.told is not None for check in clean if check.scaler is scaler)
         if not heard and (blamed is None or scaler is not blamed.scaler):
             scaler.update(False)
     for check in checks:
         if check in clean or check.overflowed:
-            check.reported.overflowed = bool(check.reported.overflowed) or check not in clean
+            check.reported.told = bool(check.reported.told) or check not in clean
     return blamed
 
 
@@ -112,9 +112,9 @@ def resolve_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], No
         nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
     """
     first = checks[0]
-    scaler, is_reported = first.scaler, first.reported.overflowed is not None
+    scaler, is_reported = first.scaler, first.reported.told is not None
     for check in checks:
-        is_like_first = check.scaler is scaler and (check.reported.overflowed is not None) is is_reported
+        is_like_first = check.scaler is scaler and (check.reported.told is not None) is is_reported
         if check.overflowed is not None or not check.is_complete or not is_like_first:
             return None
     found = [flag for check in checks for flag in check.found]
@@ -125,5 +125,5 @@ def resolve_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], No
     (scaler.unread.add if is_reported else scaler.update_later)(flag, tell)
     for check in checks:
         # The device tells the scaler itself: another optimizer of the block has nothing to add.
-        check.reported.overflowed = True
+        check.reported.told = True
     return flag

@@ -69,7 +69,7 @@ class ScaledGrads:
         return [*halves, *self.params()]
 
     def has_any(self) -> bool:
-        """Tell whether any gradient is there."""
+        """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
     def collect(self, *, new_pass: bool = False) -> None:
@@ -94,7 +94,7 @@ class PendingChecks:
     Attributes:
         own_scalers: The loss scalers of an optimizer that scales its loss itself; none where the owner's do.
         asked: The process group that was asked for, for this optimizer alone.
-        pending: The checks, in order.
+        checks: The checks, in order.
         last: The scaler and scale of the last block or pass.
         resolved: The checks that were resolved last; none where there were none.
     """
@@ -102,7 +102,7 @@ class PendingChecks:
     def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner]) -> None:
         self.own_scalers: Sequence[LossScaler] = ()
         self.asked: RequestedGroup | None = None
-        self.pending: list[OverflowCheck] = []
+        self.checks: list[OverflowCheck] = []
         self.last: tuple[LossScaler, Scale] | None = None
         self.resolved: Sequence[OverflowCheck] = ()
         self._skips = skips
@@ -140,7 +140,7 @@ class PendingChecks:
     def note(self, check: OverflowCheck | None) -> None:
         """Take note of a check on the gradients as they are now."""
         if check is not None:
-            self.pending.append(check)
+            self.checks.append(check)
             self.last, self._agreed = (check.scaler, check.scale), False
 
     def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
@@ -194,21 +194,21 @@ class PendingChecks:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
         self.finish_delayed()
         self.resolve_dropped_grads()
-        if len(self.pending) >= _MAX_PENDING_CHECKS:
+        if len(self.checks) >= _MAX_PENDING_CHECKS:
             # Nobody steps.
-            read_checks(self.pending)
-            self.pending = [next((one for one in self.pending if one.overflowed), self.pending[-1])]
+            read_checks(self.checks)
+            self.checks = [next((one for one in self.checks if one.overflowed), self.checks[-1])]
         self.note(check)
 
     def overflowed(self) -> bool | None:
-        """Tell whether gradients since the last step overflowed, None where there are none. Waits for the device.
+        """Whether gradients since the last step overflowed, None where there are none. Waits for the device.
 
         Where ranks agree on a step all of them have to ask.
         """
         if not self._agreed:
             self.recheck()
-        read_checks(self.pending)
-        return any(check.overflowed for check in self.pending) if self.pending else None
+        read_checks(self.checks)
+        return any(check.overflowed for check in self.checks) if self.checks else None
 
     def earlier_flag(self, device: torch.device) -> Tensor:
         """Return a flag without dimensions on a device: not 0 where gradients may have held inf before a block.
@@ -216,13 +216,13 @@ class PendingChecks:
         That is what pending checks say, or those of the last step without any, and `look_before_block`. Waits for
         nothing.
         """
-        flags = [flag for check in self.pending or self.resolved for flag in check.flags]
+        flags = [flag for check in self.checks or self.resolved for flag in check.flags]
         flags = [flag.to(device, non_blocking=True).view(()) for flag in (*flags, *self._before_block)]
         return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell the scalers, and return the check to blame, if any."""
-        self.resolved, self.pending = self.pending, []
+        self.resolved, self.checks = self.checks, []
         blamed = resolve(self.resolved)
         if blamed is not None:
             self._forget_checked()
@@ -233,23 +233,23 @@ class PendingChecks:
 
         Not where ranks agree on a step: another rank may have dropped nothing. There the next step is skipped.
         """
-        if self.pending and not self._grads.has_any() and self.group is None:
+        if self.checks and not self._grads.has_any() and self.group is None:
             self.resolve()
 
     def resolve_on_device(self) -> Tensor | None:
         """Settle the pending checks on their device and return the flag; None where they are to be read."""
-        if not self.pending or self._owner().watch.wants_flags:
+        if not self.checks or self._owner().watch.wants_flags:
             return None
-        scaler, skips = self.pending[0].scaler, self._skips
+        scaler, skips = self.checks[0].scaler, self._skips
         skips.wait_by(scaler.unread)
         step = skips.step
 
         def tell(skipped: bool) -> None:
             skips.end(step, scaler if skipped else None, scaler.scale_before, late=True)
 
-        flag = resolve_on_device(self.pending, tell)
+        flag = resolve_on_device(self.checks, tell)
         if flag is not None:
-            self.resolved, self.pending = self.pending, []
+            self.resolved, self.checks = self.checks, []
             step.unread = scaler.unread
             self._forget_checked()
         return flag
@@ -277,23 +277,23 @@ class PendingChecks:
         """
         group = self.group
         params = self._grads.params()
-        if not self.pending and not makes_gradients and self.last is not None:
+        if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
             found = self._look(params if (last_step or self._skips.step).skipped else self._checked.unchecked(params))
             if found:
                 check = OverflowCheck(*self.last, found)
-                check.reported.overflowed = True
+                check.reported.told = True
                 self.note(check)
         if group is not None:
             # Another rank may have scaled a loss where this one has scaled none yet.
             scalers = self.scalers
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
-        elif self.pending:
+        elif self.checks:
             found = self._look(params if several_processes() else self._checked.unchecked(params))
             if found:
-                last = self.pending[-1]
-                self.pending.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
+                last = self.checks[-1]
+                self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
 
     def look_before_block(self) -> None:
         """Look at those gradients that nobody checked as they are before a block adds to them."""
@@ -313,13 +313,13 @@ class PendingChecks:
         """Let all ranks know what each of them found, by one collective. Scalers are not updated yet."""
         params = self._grads.params()
         reduce_partial(params, halves_alone=True)
-        scalers, own = self.scalers, self.pending
+        scalers, own = self.scalers, self.checks
         found: list[list[Tensor]] = [[] for _ in scalers]
         for check in own:
             found[_place_of(check.scaler, scalers)] += check.flags
         # A reduction by the program itself may have come since the block looked at them.
         now = self._look(self._checked.unchecked(params) if self._agreed else params)
-        reduction = FoundInfReduction.of(
+        reduction = FoundInfReduction.from_checks(
             group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
         )
         self._agreed = True
@@ -328,7 +328,7 @@ class PendingChecks:
             check.agree(reduction.of_scaler(_place_of(check.scaler, scalers)))
         if own or reduction.has_checks():
             scaler, scale = self.last or (scalers[0], scalers[0].loss_scale)
-            self.pending.append(OverflowCheck(scaler, scale, [reduction.now]))
+            self.checks.append(OverflowCheck(scaler, scale, [reduction.now]))
         return reduction
 
     def norm(self, norm_type: float) -> Tensor:

@@ -26,7 +26,7 @@ _AVAILABLE = dist.is_available()
 
 
 def several_processes() -> bool:
-    """Tell whether there is a process group of more than one process."""
+    """Whether there is a process group of more than one process."""
     # As torch's own functions find out, which take three times as many calls.
     world: Any = dist.group.WORLD if _AVAILABLE else None
     return world is not None and world.size() > 1

@@ -119,7 +119,8 @@ class BackwardWatch:
 
     Attributes:
         block: The names of the block's optimizers.
-        proven: Whether a pass of the scaled loss was seen, in this block or in an earlier one of these optimizers.
+        backward_seen: Whether a pass of the scaled loss was seen, in this block or in an earlier one of these
+            optimizers.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class BackwardWatch:
     ) -> None:
         self._left_scaled = left_scaled
         self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
-        self.proven = all(guard.proven for guard in guards)
+        self.backward_seen = all(guard.backward_seen for guard in guards)
         self._scale = scale
         # The scaled loss may outlive its block by much.
         self._guards = [weakref.ref(guard) for guard in guards]
@@ -141,7 +142,7 @@ class BackwardWatch:
         self._has_ended = self._loss_passed = False
         self._hook: Any = None
         if loss.requires_grad and scaled is not loss:
-            if not self.proven:
+            if not self.backward_seen:
                 self._hook = loss.register_hook(self._loss_passes)
             scaled.register_hook(self._scaled_passes)
 
@@ -153,7 +154,7 @@ class BackwardWatch:
 
     def check(self) -> None:
         """Raise UsageError where the loss was run backward and not the scaled one."""
-        if self._loss_passed and not self.proven:
+        if self._loss_passed and not self.backward_seen:
             raise UsageError(
                 f"loss.backward() was called inside the scale_loss block of {self.block}, and its gradients are not "
                 "scaled. "
@@ -164,7 +165,7 @@ class BackwardWatch:
         self._loss_passed = True
 
     def _scaled_passes(self, _: Tensor) -> None:
-        self.proven = True
+        self.backward_seen = True
         guards = [guard for reference in self._guards if (guard := reference()) is not None]
         others = self._others(guards, self._scale)
         if not self._has_ended:

@@ -12,7 +12,7 @@ from typing import Any, SupportsFloat
 
 from torch import Tensor
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.scaling import LossScaler, RequestedGroup, UnreadFlags
 
 __all__ = ["Skips", "Step", "StepCounts", "StepOwner", "StepWatch"]
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepWatch:
-    """Hears of losses and of steps. Diagnostics override this one, which does nothing."""
+    """Is called with each loss and at each step. Diagnostics override this one, which does nothing."""
 
     @property
     def wants_flags(self) -> bool:
@@ -29,7 +29,7 @@ class StepWatch:
         return False
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Hear of a loss whose backward pass is about to run, multiplied by a scale.
+        """Called with a loss whose backward pass is about to run, multiplied by a scale.
 
         Args:
             loss: The loss before it is multiplied, a scalar.
@@ -37,7 +37,7 @@ class StepWatch:
         """
 
     def step_begins(self) -> None:
-        """Hear that an optimizer is called."""
+        """Called when an optimizer is called."""
 
     def step_known(self, skips: Skips, step: Step) -> Any:
         """Called when it is known what became of a step. Returns what explains it, if it was a skip.
@@ -52,9 +52,9 @@ class StepOwner:
     """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
 
     watch = StepWatch()
-    """Hears of steps, for diagnostics."""
+    """What is called at steps, for diagnostics."""
 
-    casts: Casts | None = None
+    casts: CastState | None = None
     """What casts for the program: off while the optimizer steps, and on in a closure."""
 
     undoes_steps = False

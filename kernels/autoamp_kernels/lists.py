@@ -90,7 +90,7 @@ def _problem(
 
 
 def _in_order(tensor: Tensor, param: Tensor) -> bool:
-    """Tell whether a tensor's elements fill its memory, in the same order as those of its parameter."""
+    """Whether a tensor's elements fill its memory, in the same order as those of its parameter."""
     if tensor.shape != param.shape:
         return False
     # Of a dimension of one element the stride says nothing.

@@ -160,7 +160,7 @@ def private_names(source: str) -> tuple[set[str], dict[str, int]]:
 
 
 def is_private(name: str) -> bool:
-    """Tell whether a name is for the file alone that defines it."""
+    """Whether a name is for the file alone that defines it."""
     return name.startswith("_") and not name.endswith("__")
 
 

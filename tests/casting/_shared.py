@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -23,8 +23,8 @@ OTHER_DTYPES = [
 ]  # fmt: skip
 
 
-def make(dtype: torch.dtype = torch.float16, device: str = "cpu", **settings: Any) -> Casts:
-    casts = Casts(dtype, device, **settings)
+def make(dtype: torch.dtype = torch.float16, device: str = "cpu", **settings: Any) -> CastState:
+    casts = CastState(dtype, device, **settings)
     casts.open()
     return casts
 

@@ -14,24 +14,24 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import autoamp
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from tests.casting._shared import make
 
 HALF = torch.bfloat16
 
 
 @pytest.fixture
-def casts() -> Casts:
+def casts() -> CastState:
     """Casts to fp16, as they are within a module call."""
     made = make()
-    made.local.entries = {}
+    made.local.param_casts = {}
     return made
 
 
 # -- parameters --
 
 
-def test_cache_leaves_out_what_needs_no_cast_or_has_no_version(casts: Casts) -> None:
+def test_cache_leaves_out_what_needs_no_cast_or_has_no_version(casts: CastState) -> None:
     for parameter in (Parameter(torch.ones(2, dtype=torch.float64)), Parameter(torch.ones(2).half())):
         assert casts.to_half(parameter) is parameter
     with torch.inference_mode():
@@ -40,7 +40,7 @@ def test_cache_leaves_out_what_needs_no_cast_or_has_no_version(casts: Casts) -> 
     assert len(casts.cache) == 0
 
 
-def test_no_wrapper_of_a_transform_outlives_it(casts: Casts) -> None:
+def test_no_wrapper_of_a_transform_outlives_it(casts: CastState) -> None:
     parameter, x = Parameter(torch.ones(2)), torch.ones(2)
 
     def transformed() -> None:
@@ -58,7 +58,7 @@ def test_no_wrapper_of_a_transform_outlives_it(casts: Casts) -> None:
         assert len(casts.cache) == kept + 1
 
 
-def test_a_cast_in_inference_mode_has_a_version(casts: Casts) -> None:
+def test_a_cast_in_inference_mode_has_a_version(casts: CastState) -> None:
     parameter = Parameter(torch.ones(2))
     with torch.inference_mode():
         casts.to_half(parameter)
@@ -71,13 +71,13 @@ def test_a_cast_in_inference_mode_has_a_version(casts: Casts) -> None:
 # -- the last activation --
 
 
-def shared(casts: Casts, tensor: Tensor) -> Tensor:
+def shared(casts: CastState, tensor: Tensor) -> Tensor:
     (cast,) = casts.args_to_half([tensor])
     assert isinstance(cast, Tensor)
     return cast
 
 
-def test_the_last_activation_is_cast_once(casts: Casts) -> None:
+def test_the_last_activation_is_cast_once(casts: CastState) -> None:
     x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True)
     first = shared(casts, x)
     # States of a recurrent layer come in a tuple. One in another container is not kept, nor one that is cast by itself.
@@ -85,10 +85,10 @@ def test_the_last_activation_is_cast_once(casts: Casts) -> None:
     casts.args_to_half([{"other": other}, [1, other]])
     casts.to_half(other)
     assert shared(casts, x) is first
-    assert casts.local.entries == {}
+    assert casts.local.param_casts == {}
     shared(casts, other)
     assert shared(casts, x) is not first
-    casts.local.entries = None
+    casts.local.param_casts = None
     assert shared(casts, x) is not shared(casts, x)
     off = make(enable_caching=False)
     assert shared(off, x) is not shared(off, x)
@@ -106,7 +106,9 @@ def test_the_last_activation_is_cast_once(casts: Casts) -> None:
     ],
     ids=["copy_", "detach", "slice", "view", "data", "set_"],
 )
-def test_an_activation_that_was_written_to_is_cast_anew(casts: Casts, write: Callable[[Tensor, Tensor], Any]) -> None:
+def test_an_activation_that_was_written_to_is_cast_anew(
+    casts: CastState, write: Callable[[Tensor, Tensor], Any]
+) -> None:
     x = torch.zeros(2, requires_grad=True) * 1
     shared(casts, x)
     with torch.no_grad():
@@ -121,7 +123,7 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": 
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("of_weight", [True, False], ids=["weight", "activation"])
 def test_a_cast_has_a_gradient_only_where_gradients_are_on(
-    casts: Casts, first: str, second: str, of_weight: bool
+    casts: CastState, first: str, second: str, of_weight: bool
 ) -> None:
     leaf = Parameter(torch.ones(2))
     x = leaf if of_weight else leaf * 1
@@ -136,7 +138,7 @@ def test_a_cast_has_a_gradient_only_where_gradients_are_on(
         assert leaf.grad is not None
 
 
-def test_an_activation_without_a_version_is_cast_each_time(casts: Casts) -> None:
+def test_an_activation_without_a_version_is_cast_each_time(casts: CastState) -> None:
     with torch.inference_mode():
         x = torch.zeros(2)
         shared(casts, x)

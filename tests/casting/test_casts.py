@@ -8,21 +8,21 @@ import pytest
 import torch
 from hypothesis import given
 
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, in_thread, make, nested, snapshot
 
 
 def test_shut_and_open_reach_every_thread_once() -> None:
-    casts = Casts(torch.float16, "cpu")
-    assert casts.switches() == (False, True)
+    casts = CastState(torch.float16, "cpu")
+    assert casts.mode() == (False, True)
     for change, on in ((casts.open, True), (casts.shut, False)) * 2:
         for _ in range(2):
             change()
-            assert casts.local.switches.on is on
-            assert in_thread(lambda: casts.local.switches.on) is on
+            assert casts.local.mode.on is on
+            assert in_thread(lambda: casts.local.mode.on) is on
             with casts.switched(True):
-                assert casts.local.switches.on is on
+                assert casts.local.mode.on is on
 
 
 @pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])
@@ -33,7 +33,7 @@ def test_threads_cast_by_default_as_the_handle_says(on: bool | None, may_cast: b
     with casts.switched(False):
         # An optimizer's closure casts again, in whatever module it is called.
         with casts.evaluating():
-            assert casts.local.switches.on is may_cast
+            assert casts.local.mode.on is may_cast
         assert not casts.begin_call(torch.nn.Linear(1, 1))
 
 

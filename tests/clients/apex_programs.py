@@ -204,7 +204,7 @@ def train_with_timm(opt_level: str) -> Outcome:
 
 
 def importable_only_with_its_ops(name: str) -> bool:
-    """Tell whether a library looks for C++ ops that it cannot load, as a torchvision for CUDA beside a CPU torch."""
+    """Whether a library looks for C++ ops that it cannot load, as a torchvision for CUDA beside a CPU torch."""
     try:
         __import__(name)
     except RuntimeError:

@@ -174,11 +174,11 @@ def test_looking_for_overflows_changes_no_result(fault: Callable[[Tensor], Tenso
         assert handle.skipped_steps > 0
         result = net.state()
         optimizer.zero_grad()
-        before, steps = net.state(), runtime_of(handle).optimizers.counts.steps
+        before, steps = net.state(), runtime_of(handle).optimizers.step_stats.steps
         found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))) * 100.0)
         assert fault is not squared or found.location == BIG_TIMES_BIG
         assert are_equal(net.state(), before)
-        assert runtime_of(handle).optimizers.counts.steps == steps
+        assert runtime_of(handle).optimizers.step_stats.steps == steps
         if traced and fault is squared:
             assert [one.location for one in handle.overflows] == [BIG_TIMES_BIG] * 6
         handle.deactivate()

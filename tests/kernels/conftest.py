@@ -19,7 +19,7 @@ COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "cl
 
 
 def is_older(target: Path, *others: Path) -> bool:
-    """Tell whether a file is missing, or older than the kernels' sources and other files."""
+    """Whether a file is missing, or older than the kernels' sources and other files."""
     sources = [*(KERNELS / "src").iterdir(), KERNELS / "setup.py", *others]
     return not target.is_file() or target.stat().st_mtime < max(path.stat().st_mtime for path in sources)
 

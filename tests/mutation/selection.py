@@ -118,7 +118,7 @@ class Selection:
         self._files_with_processes = {_file_of(name) for name in recorded[2] if name}
 
     def finds(self, path: Path, line: int) -> bool:
-        """Tell whether a test fails, now that a line of a file holds a mutant. One that takes too long fails."""
+        """Whether a test fails, now that a line of a file holds a mutant. One that takes too long fails."""
         names = self._concerned(path, line)
         limit = 60.0 + 3.0 * sum(self._seconds[name] for name in names)
         files = dict.fromkeys(map(_file_of, names))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.ops.attention import build_attention
 
 
@@ -118,7 +118,7 @@ def test_other_processors_compute_it_in_half(
     device_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": architecture})
-    assert build_attention(F.scaled_dot_product_attention, Casts(torch.float16, device_type)) is None
+    assert build_attention(F.scaled_dot_product_attention, CastState(torch.float16, device_type)) is None
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

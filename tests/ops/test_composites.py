@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.ops.composites import COMPOSITES, build_composite
 
 HALVES = torch.float16, torch.bfloat16
 
 
 def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dtype) -> None:
-    casts = Casts(half, "cpu")
+    casts = CastState(half, "cpu")
     casts.open()
     seen: list[tuple[bool, bool, torch.dtype]] = []
     other = HALVES[HALVES[0] is half]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 import autoamp
-from autoamp.casting import RECURRENT_LAYERS, Casts, flat_layout
+from autoamp.casting import RECURRENT_LAYERS, CastState, flat_layout
 from autoamp.ops.recurrent import build_recurrent
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, lay_out
 
@@ -19,10 +19,10 @@ def op_of(model: nn.RNNBase) -> Any:
     return {kind: op for op, kind in RECURRENT_LAYERS.items()}[model.mode]
 
 
-def started(half: torch.dtype) -> Casts:
+def started(half: torch.dtype) -> CastState:
     LAYOUTS.clear()
     flat_layout.cache_clear()
-    casts = Casts(half, "cpu")
+    casts = CastState(half, "cpu")
     casts.open()
     return casts
 
@@ -30,7 +30,9 @@ def started(half: torch.dtype) -> Casts:
 class Spy:
     """A model's op with its replacement: the weights that the op gets in one tensor, and those of all other calls."""
 
-    def __init__(self, model: nn.RNNBase, casts: Casts, monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
+    def __init__(
+        self, model: nn.RNNBase, casts: CastState, monkeypatch: pytest.MonkeyPatch, takes: bool = True
+    ) -> None:
         self.general: list[list[Tensor]] = []
         self.weights: list[list[Tensor]] = []
         self.op = op_of(model)
@@ -89,7 +91,7 @@ def test_values_and_gradients_are_those_of_casts_one_by_one(
 def test_casts_are_kept_from_the_second_use_on(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = MODELS["GRU"](), torch.randn(4, 3, 5)
     spy = Spy(model, casts := started(half), monkeypatch)
-    casts.local.entries = {}
+    casts.local.param_casts = {}
     for _ in range(3):
         model(x)
     first, second, third = spy.weights

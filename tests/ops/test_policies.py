@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.ops import build_replacement
 from autoamp.rules import CastPolicy
 from autoamp.runtime import runtime_of
@@ -48,9 +48,9 @@ def handle() -> autoamp.Handle:
     return start()
 
 
-def build_one(function: Any, policy: CastPolicy, casts: Casts | None = None, **more: Any) -> Any:
+def build_one(function: Any, policy: CastPolicy, casts: CastState | None = None, **more: Any) -> Any:
     if casts is None:
-        casts = Casts(HALF, "cpu")
+        casts = CastState(HALF, "cpu")
         casts.open()
     return build_replacement(function, policy, casts, module=__name__, qualname="function", **more)
 
@@ -261,7 +261,7 @@ def test_a_composite_function_is_fp32_throughout(handle: autoamp.Handle) -> None
 
     replacement = build_one(attention, CastPolicy.FP32, casts)
     assert replacement(x, k=x).dtype == FP32
-    assert casts.local.switches.on is True
+    assert casts.local.mode.on is True
     assert torch.mm(x, x).dtype == HALF
     with pytest.raises(RuntimeError, match="shape"):
         replacement(x, k=x[:2])

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 import autoamp
 from autoamp.errors import ListFileError
 from autoamp.ops import Target, expand, known_ops, locate, owns_its_names, target_at
-from autoamp.rules import CastPolicy, CastRule, CastTable, Origin, load_table
+from autoamp.rules import CastPolicy, CastRule, CastTable, RuleSource, load_table
 from tests.patching._shared import package
 
 
 def rule(target: str, policy: CastPolicy = CastPolicy.FP16, *, shipped: bool = False, line: int | None = 7) -> CastRule:
-    return CastRule(target, policy, Origin("my.toml", line, shipped))
+    return CastRule(target, policy, RuleSource("my.toml", line, shipped))
 
 
 def table(*rules: CastRule) -> CastTable:

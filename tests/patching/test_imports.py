@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoamp.errors import PatchError
-from autoamp.patching import PatchSet, nearest, original_of, resolve, spelled_out
+from autoamp.patching import PatchSet, explain_missing, original_of, resolve, spelled_out
 from tests.patching._shared import Base, package, replacement_of
 
 # -- waiting for an import --
@@ -117,11 +117,11 @@ def near_package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     ],
 )  # fmt: skip
 def test_the_nearest_names_of_one_that_is_not_there(near_package: types.ModuleType, dotted: str, said: str) -> None:
-    assert nearest(dotted, callable) == said
+    assert explain_missing(dotted, callable) == said
 
 
 def test_at_most_three_names_are_near(near_package: types.ModuleType) -> None:
-    assert nearest("near_pkg.Linear.forwar").count(" or ") == 2
+    assert explain_missing("near_pkg.Linear.forwar").count(" or ") == 2
 
 
 # -- resolve --

@@ -506,7 +506,7 @@ class Course:
         self.world.backward(action, self.compare_grads if looks else None)
 
     def is_dropped(self) -> bool:
-        """Tell whether the gradients of a block were cleared, so that no step is taken by them."""
+        """Whether the gradients of a block were cleared, so that no step is taken by them."""
         if not self.pending or self.overflowed:
             return False
         dropped = self.noted(lambda: all(p.grad is None for p in self.world.stepped()))

@@ -20,7 +20,7 @@ from autoamp.rules import (
     CastTable,
     ModulePrecision,
     ModuleRule,
-    Origin,
+    RuleSource,
     check_bare_names,
     located,
 )
@@ -173,8 +173,8 @@ def test_a_mapping_is_a_list_and_is_not_changed(place: Path) -> None:
     given_lists = {"schema": 1, "extends": "apex", "fp16": ("gelu",), "banned": {"relu": "no"}}
     copy = {**given_lists, "banned": {"relu": "no"}}
     table = load(given_lists)
-    assert table.policy_of("gelu") == CastRule("gelu", CastPolicy.FP16, Origin("lists=", None, False))
-    assert table.policy_of("relu") == CastRule("relu", CastPolicy.BANNED, Origin("lists=", None, False), "no")
+    assert table.policy_of("gelu") == CastRule("gelu", CastPolicy.FP16, RuleSource("lists=", None, False))
+    assert table.policy_of("relu") == CastRule("relu", CastPolicy.BANNED, RuleSource("lists=", None, False), "no")
     assert table.sources == ("lists/default.toml", "lists/apex.toml", "lists=")
     assert given_lists == copy
 
@@ -234,8 +234,8 @@ head = "fp32"
     deep.mkdir()
     table = load(start=deep)
     assert table.sources == ("lists/default.toml", "lists/apex.toml", str(extra), str(path))
-    assert table.policy_of("silu") == CastRule("silu", CastPolicy.FP32, Origin(str(path), 7, False))
-    assert table.modules == (ModuleRule("head", ModulePrecision.FP32, Origin(str(path), 10, False)),)
+    assert table.policy_of("silu") == CastRule("silu", CastPolicy.FP32, RuleSource(str(path), 7, False))
+    assert table.modules == (ModuleRule("head", ModulePrecision.FP32, RuleSource(str(path), 10, False)),)
     for text, line, words in (
         ("[tool]\nautoamp = 3", 2, "must be a table; got 3"),
         ("[tool.autoamp]\nlists = [\n'apex',\n'conf/gone.toml']", 4, "cannot be read"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoamp.errors import ListFileError
-from autoamp.rules import CastPolicy, CastRule, ModulePrecision, ModuleRule, Origin
+from autoamp.rules import CastPolicy, CastRule, ModulePrecision, ModuleRule, RuleSource
 from tests.rules._shared import POLICY_KEYS, check_refused, list_sets, load, policies, write
 
 
@@ -56,8 +56,8 @@ binary_cross_entropy = "use binary_cross_entropy_with_logits"
     origin = table.rules[0].origin
     assert (str(origin), origin.shipped) == (f"{path}:5", False)
     assert table.modules == (
-        ModuleRule("encoder.layers.0.*", ModulePrecision.FP32, Origin(str(path), 18, False)),
-        ModuleRule("torchvision.ops.FrozenBatchNorm2d", ModulePrecision.NONE, Origin(str(path), 19, False)),
+        ModuleRule("encoder.layers.0.*", ModulePrecision.FP32, RuleSource(str(path), 18, False)),
+        ModuleRule("torchvision.ops.FrozenBatchNorm2d", ModulePrecision.NONE, RuleSource(str(path), 19, False)),
     )
     assert table.sources == (str(path),)
 
@@ -131,7 +131,7 @@ def test_lines_of_inline_and_dotted_tables(place: Path) -> None:
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(place: Path) -> None:
     path = place / "mine.toml"
     path.write_bytes(b'\xef\xbb\xbfschema = 1\r\nextends = []\r\nfp32 = [\r\n"softmax",\r\n]\r\n')
-    assert load(path).rules == (CastRule("softmax", CastPolicy.FP32, Origin(str(path), 4, False)),)
+    assert load(path).rules == (CastRule("softmax", CastPolicy.FP32, RuleSource(str(path), 4, False)),)
 
 
 @pytest.mark.parametrize(

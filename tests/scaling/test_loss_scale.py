@@ -169,7 +169,7 @@ def test_the_rule_on_the_host_and_on_a_device_is_that_of_torch(
     for step, found_inf in enumerate(found):
         scales.append(host.loss_scale)
         unread = len(device.unread)
-        assert float(device.scale_at_hand()) == host.loss_scale == scale.item()
+        assert float(device.scale_without_sync()) == host.loss_scale == scale.item()
         # No flag was read for that.
         assert len(device.unread) == unread
         action = asked.get(step)
@@ -207,7 +207,7 @@ def test_a_static_scale_is_known_and_its_count_comes_later() -> None:
     scaler = on_device(StaticLossScaler(8.0))
     for found_inf in (True, False, False):
         update(scaler, found_inf)
-    assert (scaler.scale_at_hand(), len(scaler.unread)) == (8.0, 3)
+    assert (scaler.scale_without_sync(), len(scaler.unread)) == (8.0, 3)
     assert (scaler.state_dict(), scaler.overflows) == ({"loss_scale": 8.0, "unskipped": 2}, 1)
 
 
@@ -215,10 +215,10 @@ def test_loading_a_checkpoint_ends_pending_updates() -> None:
     scaler, told = on_device(DynamicLossScaler(64.0)), []
     update(scaler, True, lambda found: told.append((found, scaler.scale_before)))
     scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 5000})
-    assert (told, scaler.scale_at_hand()) == ([(True, 64.0)], 128.0)
+    assert (told, scaler.scale_without_sync()) == ([(True, 64.0)], 128.0)
     # The count of a longer interval: the next clean step grows the scale, on a device too.
     update(scaler, False)
-    assert float(scaler.scale_at_hand()) == scaler.loss_scale == 256.0
+    assert float(scaler.scale_without_sync()) == scaler.loss_scale == 256.0
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])

@@ -20,7 +20,7 @@ from autoamp.scaling import FoundInfReduction, RequestedGroup, SyncGroup, SyncGr
 def test_plain_parameters_need_no_agreement() -> None:
     assert SyncGroups().among([nn.Parameter(torch.ones(1))], None) is None
     with pytest.raises(UsageError, match="no process group yet"):
-        RequestedGroup.of(None, None)
+        RequestedGroup.from_arguments(None, None)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -28,12 +28,16 @@ def test_plain_parameters_need_no_agreement() -> None:
 def test_each_scaler_gets_what_its_own_checks_found(norm: float, count: int) -> None:
     group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
-    told = FoundInfReduction.of(group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64))
+    told = FoundInfReduction.from_checks(
+        group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64)
+    )
     assert [bool(told.of_scaler(place)) for place in range(count)] == [False] * (count - 1) + [True]
     # A norm of inf or nan says nothing of the rest.
     assert float(told.norm) == pytest.approx(norm, rel=0, abs=0, nan_ok=True)
     assert (bool(told.now), told.has_checks(), told.loss_is_nonfinite()) == (True, True, False)
-    silent = FoundInfReduction.of(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
+    silent = FoundInfReduction.from_checks(
+        group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True
+    )
     assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)
     assert not any(bool(silent.of_scaler(place)) for place in range(count))
     assert float(silent.norm) == 0.0
@@ -76,7 +80,9 @@ def test_the_ranks_that_agree_on_a_step(
     asked = None
     if requested is not None:
         named = list(requested[0])
-        asked = RequestedGroup.of(dist.group.WORLD if len(named) == 8 else dist.new_group(named), requested[1])
+        asked = RequestedGroup.from_arguments(
+            dist.group.WORLD if len(named) == 8 else dist.new_group(named), requested[1]
+        )
     groups = SyncGroups()
     if isinstance(ranks, str):
         with pytest.raises(UsageError, match=ranks):
@@ -109,11 +115,16 @@ def test_groups_that_were_made_are_kept_as_long_as_the_default_group(fake_ranks:
 @pytest.mark.parametrize("replicas", [0, -1, True, 1.0, 3])
 def test_wrong_replicas_are_named(replicas: Any, fake_ranks: Callable[[int], None]) -> None:
     fake_ranks(4)
-    assert [RequestedGroup.of(dist.group.WORLD, count).replicas for count in (None, 1, 2, 4)] == [4, 1, 2, 4]
+    assert [RequestedGroup.from_arguments(dist.group.WORLD, count).replicas for count in (None, 1, 2, 4)] == [
+        4,
+        1,
+        2,
+        4,
+    ]
     with pytest.raises(UsageError, match=f"replicas={replicas!r} does not divide the 4 ranks"):
-        RequestedGroup.of(dist.group.WORLD, replicas)
+        RequestedGroup.from_arguments(dist.group.WORLD, replicas)
     with pytest.raises(UsageError, match="group='world' is not a process group of this rank"):
-        RequestedGroup.of("world", None)
+        RequestedGroup.from_arguments("world", None)
 
 
 def with_gradients() -> list[nn.Parameter]:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoamp
-from autoamp.casting import Casts
+from autoamp.casting import CastState
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import DynamicLossScaler, RequestedGroup, StaticLossScaler
@@ -23,7 +23,7 @@ from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, clip
 
 
 def guarded() -> GuardedOptimizers:
-    casts = Casts(torch.float16, "cpu")
+    casts = CastState(torch.float16, "cpu")
     casts.open()
     return GuardedOptimizers(casts, (DynamicLossScaler(1024.0),))
 
@@ -87,7 +87,7 @@ def test_a_wrapper_that_hands_its_calls_on_has_the_guard_within(optimizers: Guar
         backward(optimizers, half, wrapper, factor)
         wrapper.steps = last
         wrapper.step()
-    assert optimizers.counts.skipped == 1
+    assert optimizers.step_stats.skipped == 1
     assert half.tolist() == [1.0, 1.0]
     inner.zero_grad()
     backward(optimizers, half, wrapper)
@@ -214,7 +214,7 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
     step()
     assert handle.skipped_steps == (factor != 1.0)
     assert parameter.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])
-    assert runtime_of(handle).optimizers.counts.steps == 1
+    assert runtime_of(handle).optimizers.step_stats.steps == 1
     assert handle.loss_scale == (2.0**16 if factor == 1.0 else 2.0**15)
 
 
@@ -222,7 +222,7 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
 def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
     parameter, optimizer = sgd()
     step = WAYS[way](optimizer)
-    counts = runtime_of(autoamp.init(device_type="cpu", dtype=torch.float16)).optimizers.counts
+    counts = runtime_of(autoamp.init(device_type="cpu", dtype=torch.float16)).optimizers.step_stats
     for _ in range(2):
         parameter.grad = torch.ones(2)
         step()
@@ -242,7 +242,7 @@ def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
 def agreeing(optimizers: GuardedOptimizers, fake_ranks: Callable[[int], None]) -> GuardedOptimizers:
     """Guarded optimizers of 2 ranks that agree on each step, of which the other one finds nothing."""
     fake_ranks(2)
-    optimizers.asked.put(RequestedGroup.of(dist.group.WORLD, 1), None)
+    optimizers.asked.put(RequestedGroup.from_arguments(dist.group.WORLD, 1), None)
     return optimizers
 
 
@@ -260,7 +260,7 @@ def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips
             norm = clip_grad_norm_(agreeing, optimizer, 1.0, 2.0)
             assert float(norm) == (float("inf") if skips else pytest.approx(18.0**0.5))
         optimizer.step()
-        assert agreeing.counts.last.skipped is skips
+        assert agreeing.step_stats.last.skipped is skips
     moved = 0.5 * (0.5**0.5 if clips else 3.0)
     assert parameter.tolist() == pytest.approx([1.0 - moved] * 2, abs=1e-5)
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (512.0, 1)
@@ -299,7 +299,7 @@ def test_a_rank_that_scaled_no_loss_goes_by_what_another_found(
     agreeing.guard(optimizer)
     parameter.sum().backward()
     optimizer.step()
-    assert agreeing.counts.last.skipped is skipped
+    assert agreeing.step_stats.last.skipped is skipped
     assert parameter.tolist() == ([1.0, 1.0] if skipped else [0.5, 0.5])
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (scale, unskipped)
 
@@ -347,7 +347,7 @@ def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
     agreeing.guard(optimizer)
     optimizer.step(closure)
     assert scales == [1024.0 * 0.5**count for count in range(evaluations)]
-    assert agreeing.counts.last.skipped
+    assert agreeing.step_stats.last.skipped
     assert parameter.tolist() == [1.0, 1.0]
 
 
@@ -369,13 +369,13 @@ def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: Guarde
     optimizer.zero_grad()
     backward(agreeing, parameter, optimizer)
     optimizer.step()
-    assert agreeing.counts.last.skipped
+    assert agreeing.step_stats.last.skipped
     # A rank without gradients takes part in the agreement.
     other = agreeing.scalers[0]
     with agreeing.scaled((parameter.detach() * 0).sum(), optimizer, other, delay_unscale=False):
         optimizer.zero_grad()
     optimizer.step()
-    assert (agreeing.counts.skipped, other.unskipped) == (1, 1)
+    assert (agreeing.step_stats.skipped, other.unskipped) == (1, 1)
 
 
 # -- scalers of wrapped optimizers --
@@ -447,11 +447,11 @@ def test_the_group_of_an_optimizer_precedes_that_of_all() -> None:
     every, own = (RequestedGroup(name, 1) for name in ("every", "own"))
     first, second = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
     asked = RequestedGroups()
-    assert asked.of(first) is None
+    assert asked.get(first) is None
     asked.put(own, [first])
-    assert (asked.of(first), asked.of(second)) == (own, None)
+    assert (asked.get(first), asked.get(second)) == (own, None)
     asked.put(every, None)
-    assert (asked.of(first), asked.of(second)) == (own, every)
+    assert (asked.get(first), asked.get(second)) == (own, every)
 
 
 def test_a_compiled_step_is_that_of_torch() -> None:

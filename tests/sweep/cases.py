@@ -143,7 +143,7 @@ def _looked_up(name: str, parent: Any, attribute: str) -> Variant:
 
 @functools.cache
 def comparable(name: str) -> bool:
-    """Tell whether an op computes the same in every dtype: what is drawn or left unwritten differs."""
+    """Whether an op computes the same in every dtype: what is drawn or left unwritten differs."""
     bare = name.split(".")[-1]
     rules = [shipped_table("default").policy_of(name) for name in (bare, f"{bare}_")]
     reasons = {rule.reason for rule in rules if rule is not None}

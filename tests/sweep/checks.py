@@ -177,7 +177,7 @@ def faults(known: Before, variant: Variant, half: torch.dtype, part: Callable[[A
 
 
 def _no_worse(got: Iterable[Tensor | None], by_hand: Iterable[Tensor | None]) -> bool:
-    """Tell whether torch itself comes to the same on arguments cast by hand: then its kernel is what is inexact."""
+    """Whether torch itself comes to the same on arguments cast by hand: then its kernel is what is inexact."""
     return all(
         a is None or (b is not None and distance(a.to(FP32), b.to(FP32), max(UNITS[a.dtype], UNITS[b.dtype])) <= 2)
         for a, b in zip(got, by_hand, strict=False)

@@ -100,7 +100,7 @@ def _refuse_wrapped(models: Any) -> None:
 
 
 def _enabled(enabled: Any, level: str) -> bool:
-    """Tell whether amp is wanted. Published programs pass a level in this place, where Apex took it for True."""
+    """Whether amp is wanted. Published programs pass a level in this place, where Apex took it for True."""
     if isinstance(enabled, str) and enabled in opt_levels:
         if enabled != level:
             warn_user(

@@ -109,7 +109,7 @@ class ScalerView:
         For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
         they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
         """
-        pending = [check for check in self._pending() if check.reported.overflowed is None]
+        pending = [check for check in self._pending() if check.reported.told is None]
         noted = self._buffer is not None and bool(self._buffer.any())
         if not pending and not noted:
             return self._has_overflow
@@ -117,14 +117,14 @@ class ScalerView:
         self._scaler.update(overflow)
         for check in pending:
             # The step does not tell the scaler again.
-            check.reported.overflowed = True
+            check.reported.told = True
         return overflow
 
     def _pending(self) -> list[OverflowCheck]:
         """Return the checks of gradients of this scaler since the last step. Waits for the device."""
         runtime = current_runtime()
         guards = [] if runtime is None else runtime.optimizers.guards
-        pending = [check for guard in guards for check in guard.checks.pending if check.scaler is self._scaler]
+        pending = [check for guard in guards for check in guard.pending.checks if check.scaler is self._scaler]
         read_checks(pending)
         return pending
 
@@ -161,7 +161,7 @@ class AmpState:
         self._properties, self._num_losses = properties, num_losses
 
     def _is_current(self) -> bool:
-        """Tell whether the active handle is that of the last `put`."""
+        """Whether the active handle is that of the last `put`."""
         handle = current_handle()
         return handle is not None and self._handle is not None and self._handle() is handle
 
@@ -240,10 +240,10 @@ class AmpStash(GroupsOfMasters):
             return
         # Gradients of half parameters become their masters', so each is put aside once.
         guard.grads.collect()
-        guard.checks.resolve_dropped_grads()
+        guard.pending.resolve_dropped_grads()
         self._aside = [(param, param.grad) for param in guard.grads.params() if param.grad is not None]
         # Checks of these gradients are put aside too: the block of `post_backward` sees other gradients.
-        self._found, guard.checks.pending = guard.checks.pending, []
+        self._found, guard.pending.checks = guard.pending.checks, []
         for param in [*guard.grads.params(), *([] if masters is None else self.all_fp16_params)]:
             param.grad = None
 
@@ -265,7 +265,7 @@ class AmpStash(GroupsOfMasters):
         for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
         guard.grads.collect()
-        guard.checks.pending = [*found, *guard.checks.pending]
+        guard.pending.checks = [*found, *guard.pending.checks]
         # The guard takes note of the gradients as they are now.
         guard.leave_block(guard.grads.scale)
 

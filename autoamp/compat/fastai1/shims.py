@@ -164,7 +164,7 @@ def _ragged(original: Any) -> Any:
 
 
 def _is_ragged(items: Any) -> bool:
-    """Tell whether these are sequences of several lengths, of which numpy 1.24 and later make no array unasked."""
+    """Whether these are sequences of several lengths, of which numpy 1.24 and later make no array unasked."""
     if not isinstance(items, (list, tuple)) or not all(
         isinstance(item, (list, tuple, numpy.ndarray)) for item in items
     ):

@@ -281,13 +281,13 @@ def _clip(learn: Any, clip: float | None, kind: Any) -> None:
 
 
 def _will_skip(optimizer: Any) -> bool:
-    """Tell whether the guard will skip the optimizer's next step. Waits for the device where it scales."""
+    """Whether the guard will skip the optimizer's next step. Waits for the device where it scales."""
     runtime = current_runtime()
     if runtime is None or not _is_guardable(optimizer):
         return False
     guard = runtime.optimizers.guard(optimizer, check=False)
-    guard.checks.finish_delayed()
-    return bool(guard.checks.pending) and guard.overflowed()
+    guard.pending.finish_delayed()
+    return bool(guard.pending.checks) and guard.overflowed()
 
 
 def _not_stepped(optimizer: Optimizer, leaves: Iterable[Tensor]) -> list[Tensor]:
@@ -297,7 +297,7 @@ def _not_stepped(optimizer: Optimizer, leaves: Iterable[Tensor]) -> list[Tensor]
 
 
 def _is_guardable(optimizer: Any) -> bool:
-    """Tell whether a handle scales for it: fastai's FakeOptimizer steps nothing, an FP16_Optimizer scales by itself."""
+    """Whether a handle scales for it: fastai's FakeOptimizer steps nothing, an FP16_Optimizer scales by itself."""
     return isinstance(optimizer, Optimizer) and not isinstance(optimizer, FP16_Optimizer)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoamp.diagnostics.capsule import versions
 from autoamp.diagnostics.exponents import FORMATS
-from autoamp.diagnostics.report.recording import Recording
+from autoamp.diagnostics.report.recording import ReportRecording
 from autoamp.diagnostics.report.remedies import remedies
 from autoamp.diagnostics.report.step_check import Fault
 from autoamp.diagnostics.tables import counted
@@ -45,7 +45,7 @@ def report_of(handle: Any) -> dict[str, Any]:
     Raises:
         UsageError: Nothing was recorded.
     """
-    recording: Recording | None = handle.recording
+    recording: ReportRecording | None = handle.recording
     if recording is None:
         raise UsageError("report() needs a recording; call handle.record() before training")
     samples, check, settings = recording.samples, recording.check, handle.settings
@@ -134,7 +134,7 @@ def _fault(fault: Fault) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _skips(recording: Recording) -> dict[str, Any]:
+def _skips(recording: ReportRecording) -> dict[str, Any]:
     """Return the skips one by one, and in groups by cause. A group shows its first skip."""
     events = []
     groups: dict[Any, dict[str, Any]] = {}
@@ -160,7 +160,7 @@ def _skips(recording: Recording) -> dict[str, Any]:
 
 def _verdict(
     handle: Any,
-    recording: Recording,
+    recording: ReportRecording,
     skips: Mapping[str, Any],
     faults: Sequence[Mapping[str, Any]],
     roundings: Sequence[Mapping[str, Any]],
@@ -217,14 +217,14 @@ def _unchecked(handle: Any, compared: int) -> str | None:
     """
     optimizers = handle.optimizers
     looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
-    if not any(scaler.checks for scaler in optimizers.counts.own or optimizers.scalers):
+    if not any(scaler.checks for scaler in optimizers.step_stats.own or optimizers.scalers):
         return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"
-    if not optimizers.counts.steps and not optimizers.counts.own:
+    if not optimizers.step_stats.steps and not optimizers.step_stats.own:
         return f"no loss was scaled, so that gradients were not checked and overflows {looked}"
     return None
 
 
-def _coverage(recording: Recording) -> list[str]:
+def _coverage(recording: ReportRecording) -> list[str]:
     """Return what the report does not show, a sentence for each."""
     check, found = recording.check, []
     if check.unchecked is not None:

@@ -19,7 +19,7 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 def is_page(path: str | os.PathLike[str]) -> bool:
-    """Tell whether the name of a file at this ``path`` is that of a page of HTML: .html or .htm."""
+    """Whether the name of a file at this ``path`` is that of a page of HTML: .html or .htm."""
     return Path(path).suffix.lower() in (".html", ".htm")
 
 

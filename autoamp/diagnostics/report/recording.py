@@ -15,10 +15,10 @@ from autoamp.diagnostics.report.step_check import StepCheck
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.program import listen
 
-__all__ = ["Recording"]
+__all__ = ["ReportRecording"]
 
 
-class Recording(Watch):
+class ReportRecording(Watch):
     """The recording from ``handle.record()`` on, until `stop`, or the end of a ``with`` statement.
 
     Args:
@@ -44,10 +44,10 @@ class Recording(Watch):
         self.half_losses: HalfLosses = handle.half_losses or HalfLosses()
         self._handle = handle
         self._sample = sample
-        self._skipped_before = handle.optimizers.counts.skipped
+        self._skipped_before = handle.optimizers.step_stats.skipped
         self._stack = contextlib.ExitStack()
 
-    def start(self) -> Recording:
+    def start(self) -> ReportRecording:
         """Begin with the coming step."""
         stack, overflows = self._stack, self._handle.overflows
         stack.callback(self._handle.followers.add(self._stepped, after_skips=True))
@@ -80,7 +80,7 @@ class Recording(Watch):
             self.samples.await_step(self.steps)
 
     def _waits_for_device(self) -> bool:
-        """Tell whether reading the scale would wait for the device, which only the end of the recording may do."""
+        """Whether reading the scale would wait for the device, which only the end of the recording may do."""
         return self.active and any(len(scaler.unread) for scaler in self._handle.optimizers.scalers)
 
     def _note_scale(self) -> None:
@@ -88,13 +88,13 @@ class Recording(Watch):
             self.scales.append((self.steps, scale))
 
     def _scale(self) -> float:
-        return float(self._handle.optimizers.counts.loss_scale(self._handle.optimizers.scalers[0].loss_scale))
+        return float(self._handle.optimizers.step_stats.loss_scale(self._handle.optimizers.scalers[0].loss_scale))
 
     def _note_skips(self) -> None:
         """Note the skips that were not explained."""
         if self._handle.overflows.always or self._waits_for_device():
             return
-        skipped = self._handle.optimizers.counts.skipped - self._skipped_before
+        skipped = self._handle.optimizers.step_stats.skipped - self._skipped_before
         self.skips += [(self.steps, self.scales[-1][1], None)] * (skipped - len(self.skips))
 
     def _overflowed(self, found: Overflow) -> None:

@@ -23,7 +23,7 @@ _MODES = 2
 
 
 def is_sampled(step: int) -> bool:
-    """Tell whether the step of this number, from 0, is sampled: steps 0, 10 and 100, and each 1000th."""
+    """Whether the step of this number, from 0, is sampled: steps 0, 10 and 100, and each 1000th."""
     return step in (0, 10, 100) or step % 1000 == 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoamp.diagnostics.findings import half_precision_finding
-from autoamp.diagnostics.origins import Origin
+from autoamp.diagnostics.origins import NonFiniteOrigin
 from autoamp.diagnostics.roundings import Errors, Rounding, errors_of, find_rounding
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
@@ -104,5 +104,5 @@ class StepCheck:
             self.faults.append(Fault(sentence, replace(overflow, iteration=step, parameter=wrong[0])))
 
 
-def _overflows_in_half(origin: Origin) -> bool:
+def _overflows_in_half(origin: NonFiniteOrigin) -> bool:
     return origin.op is not None and origin.ref.dtype in HALF_DTYPES and not origin.intended

@@ -1,4 +1,5 @@
-"""fp16_utils in the way of early 2018: the half model, FP16_Optimizer static and dynamic, LBFGS, and masters by hand."""
+"""fp16_utils in the way of early 2018: the half model, FP16_Optimizer static and dynamic, LBFGS, and masters by
+hand."""
 
 import torch
 import torch.nn as nn

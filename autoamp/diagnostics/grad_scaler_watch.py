@@ -13,13 +13,13 @@ from autoamp.program import Subscriber
 from autoamp.scaling import StaticLossScaler, UnreadFlags
 from autoamp.stepping import GuardedOptimizers, Skips, Step
 
-__all__ = ["OwnScaler"]
+__all__ = ["GradScalerWatch"]
 
 # A scale that was backed off to 0 is told as this.
 _LOWEST = 2.0**-126
 
 
-class OwnScaler(Subscriber):
+class GradScalerWatch(Subscriber):
     """Counts the steps that a `torch.amp.GradScaler` of the program skips.
 
     Args:
@@ -46,7 +46,7 @@ class OwnScaler(Subscriber):
         """Take note that an optimizer is called, which only counts within the scaler's ``step``."""
         self._called = True
         flag = getattr(optimizer, "found_inf", None)
-        self._flag = self._optimizers.counts.last.flag = flag if isinstance(flag, Tensor) else None
+        self._flag = self._optimizers.step_stats.last.flag = flag if isinstance(flag, Tensor) else None
 
     def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """Take note of a loss that is scaled."""
@@ -71,7 +71,7 @@ class OwnScaler(Subscriber):
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self.stepping or not self_.is_enabled() or _is_compiling():
                 return original(self_, optimizer, *args, **kwargs)
-            self._optimizers.counts.own_scale = _LazyScale(self_)
+            self._optimizers.step_stats.own_scale = _LazyScale(self_)
             self.stepping, self._called, self._flag = True, False, None
             try:
                 result = original(self_, optimizer, *args, **kwargs)
@@ -90,10 +90,10 @@ class OwnScaler(Subscriber):
         skips = self._skips[optimizer] if guard is None else guard.skips
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.
-            self._optimizers.counts.step_begins(skips.begin())
+            self._optimizers.step_stats.step_begins(skips.begin())
             self._optimizers.watch.step_begins()
         elif guard is None:
-            skips.step = self._optimizers.counts.last
+            skips.step = self._optimizers.step_stats.last
         if flag is not None and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(_tell_late, skips, skips.step, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):

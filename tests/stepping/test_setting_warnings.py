@@ -11,7 +11,7 @@ from torch import nn
 
 import autoamp
 from autoamp import optimizers
-from autoamp.stepping.checks import check_half_model, check_half_norms
+from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": []}
 
