@@ -27,11 +27,6 @@ from torch import Tensor
 from autoamp import kernels, torch_private
 from autoamp.tensors import are_dense_fp32
 
-__all__ = [
-    "ADAGRAD", "ADAM", "LAMB", "NOVOGRAD", "SGD", "Rule", "adam_on_device_", "adam_updates", "average_",
-    "blended_norms", "clipped", "corrections", "gradient_norms", "trust_", "write_back",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Rule:

@@ -14,17 +14,6 @@ import torch
 from autoamp.errors import UsageError, warn_user
 from autoamp.torch_private import mkldnn
 
-__all__ = [
-    "HALF_NAMES",
-    "default_half_dtype",
-    "falls_back_to_fp32",
-    "half_dtype_with_units",
-    "has_units",
-    "log_fp32",
-    "missing_units",
-    "warn_if_slow",
-]
-
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_HALF_UNITS"

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from autoamp.torch_private import dispatch_modes
 
-__all__ = ["Backend", "attempt", "backend", "backends", "by_kind", "find"]
-
 _TAKEN = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -8,8 +8,6 @@ import platform
 import re
 from pathlib import Path
 
-__all__ = ["keep_freed_memory", "peak_rss", "why_not_kept"]
-
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The most that glibc takes on 64 bits: half of a heap of the threads beside the first.

@@ -11,21 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CASTABLE_LAYOUTS",
-    "HALF_DTYPES",
-    "MAX_DEPTH",
-    "PLAIN_TYPES",
-    "are_dense_fp32",
-    "compacted",
-    "default_device_type",
-    "dtype_name",
-    "iter_tensors",
-    "map_tensors",
-    "version_of",
-    "without_grad",
-]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -39,8 +39,6 @@ from autoamp.stepping import (
 )
 from autoamp.torch_private import TELLS_GRAPH_TASKS
 
-__all__ = ["AutoScale"]
-
 log = logging.getLogger(__name__)
 
 

@@ -21,17 +21,6 @@ from autoamp.scaling import LossScaler, true_gradient
 from autoamp.stepping import OverflowCheck, StepGuard
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = [
-    "OurHook",
-    "ScaledPass",
-    "as_list",
-    "can_begin_at",
-    "largest_scale",
-    "reached_by",
-    "register_first",
-    "scaled_gradients",
-]
-
 
 class Flags:
     """One found_inf flag for each tensor that a pass reaches: 1.0 where its gradient had inf or nan.

@@ -22,8 +22,6 @@ from autoamp.auto_scaling.backward_pass import OurHook, ScaledPass, register_fir
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import current_graph_task
 
-__all__ = ["GradientHook", "Hook", "PostAccumulateHook", "RunningPasses", "is_ours"]
-
 
 class _Hooked(threading.local):
     """The runs in which a thread is within a hook of the program, the innermost last."""

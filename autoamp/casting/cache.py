@@ -18,8 +18,6 @@ from torch.nn import Parameter
 from autoamp.casting.threads import KeptCast, ThreadState
 from autoamp.torch_private import is_transformed, tracing_state
 
-__all__ = ["CastCache", "cast_for_any_mode", "is_cacheable"]
-
 
 class _Pin:
     """A parameter that is promised not to be written to.

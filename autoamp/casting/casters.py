@@ -13,8 +13,6 @@ from autoamp.casting.cache import CastCache
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
-__all__ = ["CASTABLE_DTYPES", "CastArgs", "build_caster", "cast_call", "dtype_with_sparse"]
-
 CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 """The dtypes of the tensors that are cast."""
 

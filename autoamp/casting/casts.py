@@ -21,8 +21,6 @@ from autoamp.casting.threads import Switches, ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors
 from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
-__all__ = ["CastState"]
-
 
 def _is_eligible_traced(casts: CastState, tensor: Tensor) -> bool:
     """`CastState.eligible` as `_cast_all` in `casters`: Dynamo reads no layout in the backward of a custom function."""

@@ -12,8 +12,6 @@ from torch.nn import Parameter, RNNBase
 
 from autoamp.torch_private import flatten_recurrent_weights
 
-__all__ = ["RECURRENT_LAYERS", "LayOut", "flat_layout", "flatten_weights", "lay_out_for_cudnn"]
-
 RECURRENT_LAYERS = {torch.gru: "GRU", torch.lstm: "LSTM", torch.rnn_relu: "RNN_RELU", torch.rnn_tanh: "RNN_TANH"}
 """Torch's name of the kind of layer, by op, which `torch._VF` has too."""
 

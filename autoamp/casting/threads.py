@@ -14,8 +14,6 @@ from torch import Tensor
 
 from autoamp.torch_private import mark_constant, trace_as, tracing_context
 
-__all__ = ["KeptCast", "Switches", "ThreadState", "Token", "TracedMode"]
-
 KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
 """A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
 

@@ -12,8 +12,6 @@ from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.runtime import current_handle, runtime_of
 from autoamp.stepping import is_optimizer
 
-__all__ = ["DistributedState"]
-
 
 class DistributedState:
     """Model, optimizers, masters and loss scales, for `torch.distributed.checkpoint` to save and load.

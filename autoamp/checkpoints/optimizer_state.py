@@ -20,8 +20,6 @@ from torch.nn import Module
 from autoamp.errors import CheckpointError, UsageError
 from autoamp.stepping import master_of
 
-__all__ = ["load_optimizers", "named_parameters", "optimizers_state"]
-
 # The name under which each of these wrappers has what it wraps, by the name of its class: some are imported by nobody
 # who does not use them.
 _WRAPPED = {

@@ -9,8 +9,6 @@ from autoamp.cli.output import say
 from autoamp.cli.program_runs import MetricUnknown, program_runs
 from autoamp.tuning import Bisection, Outcome, list_text, units_of
 
-__all__ = ["bisect"]
-
 _NOT_RESTORED = (
     "the metric differs even with every surveyed module and op in fp32. The cause may be an op that runs after the "
     "surveyed steps (raise --survey-steps), a skipped step, or a model whose weights are in half precision"

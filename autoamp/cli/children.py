@@ -20,8 +20,6 @@ from pathlib import Path
 from autoamp.cli.report import Report
 from autoamp.cli.session import Run
 
-__all__ = ["ChildReports", "make_folder", "parents_folder", "take_reports", "write_child_report"]
-
 FOLDER_VARIABLE = "AUTOAMP_RUN_CHILDREN"
 # Other finalizers of multiprocessing, which stop queues and managers, have priorities from -5 to 10.
 _FIRST = 100

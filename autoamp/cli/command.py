@@ -15,8 +15,6 @@ from typing import Any
 from autoamp.cli.output import say
 from autoamp.errors import AutoampError
 
-__all__ = ["DTYPES", "LEVELS", "main", "parser"]
-
 DTYPES = ("fp16", "float16", "bf16", "bfloat16")
 LEVELS = ("O0", "O1", "O2", "O3")
 

@@ -16,8 +16,6 @@ from autoamp.diagnostics import Consistency
 from autoamp.errors import ListFileError, UsageError, kind_of
 from autoamp.runtime import current_handle, init
 
-__all__ = ["doctor"]
-
 
 def doctor(chosen: argparse.Namespace) -> int:
     """Look around and print what is found.

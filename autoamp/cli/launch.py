@@ -24,8 +24,6 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["CHILD_VARIABLE", "Program", "names_of_main", "prepared", "take_path"]
-
 # Holds JSON for children: the options, and how to find their ``__main__``.
 CHILD_VARIABLE = "AUTOAMP_RUN"
 

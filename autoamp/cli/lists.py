@@ -16,8 +16,6 @@ from autoamp.ops import AutocastDifference, autocast_differences, known_ops
 from autoamp.rules import CastPolicy, CastRule, CastTable, check_bare_names, package_tables
 from autoamp.runtime import device_type_of
 
-__all__ = ["lists"]
-
 # The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
 _NO_OPS = "computes nothing"
 

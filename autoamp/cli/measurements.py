@@ -12,8 +12,6 @@ import torch
 from autoamp import runtime
 from autoamp.tuning import time_of
 
-__all__ = ["REPEATS", "Measured", "measure"]
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Speeds of half precision over that of fp32: above the first its casts pay, below the second they cost time.
 PAYS = 1.2

@@ -13,8 +13,6 @@ from autoamp.levels import LevelName
 from autoamp.runtime import OnNonfinite
 from autoamp.scaling import StaticLossScaler
 
-__all__ = ["DTYPES", "Options", "loss_scale_of"]
-
 DTYPES = {"fp16": torch.float16, "float16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
 
 

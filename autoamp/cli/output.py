@@ -10,8 +10,6 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["aligned", "say", "show", "writable"]
-
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, with each column as wide as its widest cell. All rows have as many cells."""

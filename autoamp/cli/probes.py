@@ -27,16 +27,6 @@ from autoamp.rules import ENVIRONMENT_VARIABLE, CastTable, shipped_sets
 from autoamp.runtime import Region, Settings, check_device, device_type_of
 from autoamp.tensors import dtype_name
 
-__all__ = [
-    "bound_names",
-    "default_table",
-    "device_of",
-    "freed_memory",
-    "kernels",
-    "lists_of",
-    "packages",
-]
-
 
 def default_table(lists: Any = None, kind: str | None = None, dtype: torch.dtype | None = None) -> CastTable:
     """Find and read the lists as `autoamp.init` would here, for a device type; None is the current accelerator's.

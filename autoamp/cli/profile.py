@@ -15,8 +15,6 @@ from autoamp.cli.options import Options
 from autoamp.cli.output import writable
 from autoamp.runtime import Handle, Settings, check_device, put_handle
 
-__all__ = ["prepared_profile"]
-
 
 def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
     """Set this process up, and return a function that runs the program and prints the profile when it has ended.

@@ -30,8 +30,6 @@ from autoamp.program import listen
 from autoamp.runtime import BaseHandle
 from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
 
-__all__ = ["main"]
-
 # The first steps also allocate memory and compile kernels, so they are not timed.
 _WARM_UP = 2
 

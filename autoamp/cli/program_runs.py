@@ -35,8 +35,6 @@ from autoamp.tuning import (
     printed_names,
 )
 
-__all__ = ["MetricUnknown", "ProgramRuns", "program_runs", "seconds_of"]
-
 _SIGNALS = {signal.SIGINT: "it was interrupted", signal.SIGTERM: "it was terminated"}
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 

@@ -7,8 +7,6 @@ import argparse
 from autoamp.cli.output import say
 from autoamp.diagnostics import load_capsule, versions
 
-__all__ = ["replay"]
-
 _COMPARED = ("kind", "op", "module", "phase")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from autoamp.diagnostics import versions
 from autoamp.modules import AUTOCAST
 
-__all__ = ["Report"]
-
 _SUMMED = ("steps", "skipped", "nonfinite", "lost_params", "half_params")
 
 

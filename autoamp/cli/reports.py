@@ -8,8 +8,6 @@ from autoamp.cli.output import say
 from autoamp.diagnostics import failures, is_page, load_report, write_report
 from autoamp.errors import UsageError
 
-__all__ = ["FAILED", "report"]
-
 FAILED = 3
 """The exit code where ``--fail-on`` found skips."""
 

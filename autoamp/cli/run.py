@@ -23,8 +23,6 @@ from autoamp.compat import added_to_real_apex
 from autoamp.diagnostics import check_report_tools, failures, is_page, write_report
 from autoamp.errors import UsageError
 
-__all__ = ["prepared_run", "set_up_child"]
-
 # Seconds for the summary and the report after SIGTERM.
 _LAST_WORDS = 10.0
 

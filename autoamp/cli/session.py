@@ -29,8 +29,6 @@ from autoamp.rules import CastTable, package_tables
 from autoamp.runtime import BaseHandle, Handle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
 
-__all__ = ["Run", "set_up"]
-
 
 def set_up(options: Options, *, count: bool = False, record: bool = False, sample: bool = True) -> Run:
     """Set this process, or a child of it, up for the program, before the program's first import.

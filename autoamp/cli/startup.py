@@ -8,8 +8,6 @@ from autoamp.cli.output import say
 from autoamp.cli.run import set_up_child
 from autoamp.errors import AutoampError, UsageError
 
-__all__ = ["set_up"]
-
 # `AUTOAMP_LISTS` is read wherever lists are.
 _VARIABLES = {f"AUTOAMP_{name.upper()}": name for name in ("dtype", "device_type", "opt_level", "loss_scale")}
 

@@ -13,8 +13,6 @@ from autoamp.errors import UsageError
 from autoamp.rules import load_table, package_tables
 from autoamp.tuning import Search, Survey, list_text, proposals_of, summary_of
 
-__all__ = ["tune"]
-
 # The part of the budget that the survey may take, half of it for the program and half for timing ops.
 _SURVEY = 0.4
 

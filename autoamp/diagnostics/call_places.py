@@ -18,8 +18,6 @@ from autoamp.program import listen
 from autoamp.tape import Place
 from autoamp.torch_private import Unnoticed, current_graph_task
 
-__all__ = ["CallPlaces"]
-
 _AUTOAMP = __name__.partition(".")[0]
 
 

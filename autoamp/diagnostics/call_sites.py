@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import Module
 
-__all__ = ["CallSite", "Caller", "ModulePaths", "in_scaling", "program_line", "shown_line", "user_frame"]
-
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _SCALING = tuple(

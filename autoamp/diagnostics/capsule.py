@@ -28,8 +28,6 @@ from autoamp.stepping import several_processes
 from autoamp.tape import Ref, escaped, load_tape, save_tape
 from autoamp.tensors import dtype_name
 
-__all__ = ["Capsule", "CapsuleWriter", "load_capsule", "versions"]
-
 log = logging.getLogger(__name__)
 
 _FORMAT = 6

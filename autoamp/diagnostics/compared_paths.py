@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ComparedPath", "Consistency", "Difference", "where"]
-
 
 def where(module: str | None, location: str | None) -> str:
     """Return a place as the end of a phrase, such as ``" in head at net.py:7"``."""

@@ -32,8 +32,6 @@ from autoamp.tape import Op, Place, Tape, record
 from autoamp.tensors import dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import current_graph_task, undisturbed
 
-__all__ = ["ConsistencyCheck"]
-
 _ON = {True: "on", False: "off"}
 # The last is what inference mode shows of a cast.
 _CASTS = ("aten::_to_copy", "aten::copy_", "aten::to")

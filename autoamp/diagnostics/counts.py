@@ -19,8 +19,6 @@ from autoamp.diagnostics.observer import Call, Observer, Watch
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 
-__all__ = ["Counts", "floating_tensors", "sum_of", "target_of"]
-
 
 class Counts(Observer, Watch):
     """The calls since ``handle.count()``; also a context manager, which stops at its end.

@@ -11,18 +11,6 @@ from autoamp.diagnostics.op_names import CASTS, fp32_entry
 from autoamp.tape import Op, Place, Tape, iter_refs
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = [
-    "Choice",
-    "Entry",
-    "entries_for",
-    "half_ops_before",
-    "in_fp32_with",
-    "is_half",
-    "is_product",
-    "keeps_products",
-    "module_entries",
-]
-
 Choice = Callable[[Op], bool]
 """Which operators of a tape run in fp32."""
 

@@ -13,8 +13,6 @@ from autoamp.diagnostics.origins import Followed
 from autoamp.diagnostics.step_recorder import RecordedStep, unwrapped
 from autoamp.tape import Op, Ref, Rerun, Tape
 
-__all__ = ["Evidence", "Named", "named_tensors"]
-
 
 @dataclass(frozen=True)
 class Named:

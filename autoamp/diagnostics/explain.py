@@ -9,8 +9,6 @@ from autoamp.errors import UsageError
 from autoamp.ops import Target, expand, known_ops
 from autoamp.rules import CastRule, CastTable, located
 
-__all__ = ["Explanation", "explain"]
-
 _MEANINGS = {
     "fp16": "its arguments are cast to the half dtype",
     "fp32": "its arguments are cast to fp32",

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from autoamp.tensors import iter_tensors
 
-__all__ = ["FORMATS", "Exponents", "readable_tensors"]
-
 _BINS, _BIAS = 256, 127
 # Half of the last of fp16's 11 bits, in the bits of fp32: adding it carries into the exponent where fp16 rounds up.
 _HALF_BIT = 0x1000

@@ -25,8 +25,6 @@ from autoamp.diagnostics.verdicts import (
 from autoamp.tape import CannotRerun, Rerun, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
-__all__ = ["explain_evidence", "half_precision_finding", "unlocated"]
-
 _MAX_SCALE_BITS = 40
 # Half precision alone puts gradients of deep models off by as much, as a part of those in fp32.
 _CLOSE = 1 / 8

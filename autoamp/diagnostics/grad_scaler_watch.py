@@ -13,8 +13,6 @@ from autoamp.program import Subscriber
 from autoamp.scaling import StaticLossScaler, UnreadFlags
 from autoamp.stepping import GuardedOptimizers, Skips, Step
 
-__all__ = ["GradScalerWatch"]
-
 # A scale that was backed off to 0 is told as this.
 _LOWEST = 2.0**-126
 

@@ -27,8 +27,6 @@ from autoamp.stepping import named_params
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import has_step_pre_hooks, undisturbed
 
-__all__ = ["HalfLosses"]
-
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

@@ -23,11 +23,6 @@ from autoamp.stepping import living_optimizers_and_modules, stepped_params
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
-__all__ = [
-    "BufferValues", "GradientSum", "GroupUpdates", "SavedState", "UpdateSample", "fp32_state", "half_params",
-    "is_elementwise", "rounded_state", "stopped_buffers", "sums_of",
-]  # fmt: skip
-
 SavedState = Sequence[tuple[Tensor, str, Tensor]]
 """A parameter, the name of a state of it, and a few elements of that."""
 

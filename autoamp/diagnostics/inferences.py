@@ -22,8 +22,6 @@ from autoamp.patching import original_of
 from autoamp.scaling import UnreadFlags, local_of
 from autoamp.torch_private import compiled_wrappers, tracing_state, undisturbed
 
-__all__ = ["InferenceCall", "Inferences"]
-
 # So many calls are recorded, until one gives inf or nan again.
 _RECORDED = 8
 # Torch's own, also if this file is imported while lists are in force.

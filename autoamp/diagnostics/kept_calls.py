@@ -22,8 +22,6 @@ from autoamp.tape import CannotRerun
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import dispatch_modes, is_transformed, undisturbed
 
-__all__ = ["KeptCall", "KeptCalls", "KeptTensor", "floating", "kept_inputs"]
-
 # So many calls of a step, and so many bytes that the program itself may not keep.
 _MAX_CALLS, _MAX_BYTES = 16, 2**26
 _TYPES = (Tensor, torch.nn.Parameter)

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["CONTAINERS", "KeptState"]
-
 # Classes of a program's own may refuse to be cleared.
 CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, set, list, collections.deque)
 """The containers that get their contents back."""

@@ -12,8 +12,6 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.program import Subscriber
 from autoamp.stepping import Step
 
-__all__ = ["Followers", "write_scalars"]
-
 
 class Followers(Subscriber):
     """Functions that are called after each step of an optimizer, when the weights have been updated."""

@@ -27,8 +27,6 @@ from autoamp.program import Subscriber
 from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
 from autoamp.stepping import GuardedOptimizers, StepGuard, named_params, several_processes, stepped_params
 
-__all__ = ["NonFiniteStep", "NonFiniteSteps"]
-
 _VECTORS = 4
 
 

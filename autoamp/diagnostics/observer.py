@@ -25,8 +25,6 @@ from autoamp.ops import Target
 from autoamp.program import Subscriber
 from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of
 
-__all__ = ["Call", "Observation", "Observer", "OperatorObserver", "Watch"]
-
 
 @dataclass(eq=False)
 class Call:

@@ -14,8 +14,6 @@ from typing import Any
 from autoamp.diagnostics.call_sites import Caller
 from autoamp.ops import known_ops
 
-__all__ = ["CASTS", "bare_name", "fp32_entry", "spelled_at", "spellings"]
-
 # By Python's name of an operator torch's name of the op. Torch has `__rdiv__` beside `__rtruediv__`.
 _OPS = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "pow": "pow", "matmul": "matmul",

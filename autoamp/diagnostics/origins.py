@@ -19,8 +19,6 @@ from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
-__all__ = ["Followed", "NonFiniteOrigin", "bare_op", "nonfinite_value"]
-
 # With these a program writes -inf on purpose, as into the masked scores of an attention.
 _WRITERS = frozenset(
     f"aten::{name}"

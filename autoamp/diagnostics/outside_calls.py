@@ -23,8 +23,6 @@ from autoamp.tape import CannotRerun
 from autoamp.tensors import map_tensors
 from autoamp.torch_private import Unnoticed, insert_modes, is_transformed, remove_modes
 
-__all__ = ["OutsideCall", "OutsideCalls", "key_of"]
-
 # A program that computes more than that outside of models is not looked at there.
 _MAX_CALLS, _MAX_BYTES = 64, 2**26
 # With these a program writes -inf on purpose, as into masked scores.

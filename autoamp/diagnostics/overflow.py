@@ -40,8 +40,6 @@ from autoamp.stepping import Skips, Step, StepWatch, several_processes
 from autoamp.tape import CannotRerun
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
-__all__ = ["OverflowTrace"]
-
 log = logging.getLogger(__name__)
 
 _CATCH = "trace_overflow=True (autoamp run --trace-overflow) records every step, and names the op that made it"

@@ -29,8 +29,6 @@ from autoamp.scaling import local_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, map_tensors
 from autoamp.torch_private import current_graph_task, schema_of
 
-__all__ = ["OpRange", "RangeProfile", "ValueProfile", "relative_error"]
-
 _LARGEST_SCALE_EXPONENT = 24
 _ROWS_SHOWN = 20
 _LEGEND = """\

@@ -31,8 +31,6 @@ from autoamp.diagnostics.ranges import relative_error
 from autoamp.tape import Op, Rerun, Tape, everything, iter_refs
 from autoamp.tensors import dtype_name, iter_tensors
 
-__all__ = ["Errors", "Rounding", "errors_of", "find_rounding"]
-
 # Ops are looked for if a step is off by so many units in the last place of the half dtype, and by this part.
 _FAR_UNITS, _FAR = 16, 0.02
 # The results of an op that enlarges an error are off by so many units, and so many times as far as what it reads.

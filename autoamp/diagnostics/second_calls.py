@@ -22,8 +22,6 @@ from torch.nn import Module
 from autoamp.diagnostics.kept_state import CONTAINERS
 from autoamp.tensors import PLAIN_TYPES
 
-__all__ = ["why_not_again"]
-
 _LIBRARIES = frozenset(
     ("torch", "autoamp", "numpy", "math", "einops", "functools", "itertools", "typing", "collections")
 )

@@ -33,8 +33,6 @@ from autoamp.tape import CannotRerun, Recording, Ref
 from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, tracing_state, undisturbed
 
-__all__ = ["ModelCall", "RecordedStep", "StepRecorder", "unwrapped"]
-
 log = logging.getLogger(__name__)
 
 # So many module calls and losses of one step are kept.

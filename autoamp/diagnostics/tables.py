@@ -6,8 +6,6 @@ import io
 import shutil
 from collections.abc import Sequence
 
-__all__ = ["as_table", "counted", "first_of"]
-
 # In columns. Texts are folded where the terminal is narrower than the table.
 _WIDTH = 140
 

@@ -25,8 +25,6 @@ from autoamp.rules import CastRule
 from autoamp.tensors import dtype_name, iter_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes
 
-__all__ = ["CastTrace", "Row"]
-
 _CASTS = frozenset({"aten::_to_copy", "aten::to"})
 _COPIES = _CASTS | {"aten::copy_"}
 

@@ -5,16 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-__all__ = [
-    "Communication",
-    "HalfPrecisionOp",
-    "NotFiniteInFp32",
-    "NotLocated",
-    "Overflow",
-    "OverflowVerdict",
-    "ScaleSearch",
-]
-
 
 @dataclass(frozen=True)
 class OverflowVerdict:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from autoamp.errors import CheckpointError, kind_of
 
-__all__ = ["flag", "load_or_restore", "matched"]
-
 
 def flag(state_dict: Mapping[str, Any], key: str) -> bool:
     """Return whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""

@@ -22,8 +22,6 @@ from autoamp.stepping import (
     scaled_block,
 )
 
-__all__ = ["FP16_Optimizer"]
-
 # The legacy names of a dynamic scaler's arguments.
 _DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window")
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from autoamp import scaling
 from autoamp.scaling import non_finite
 
-__all__ = ["DynamicLossScaler", "LossScaler"]
-
 
 class _ByHand:
     """What the legacy scalers have in common.

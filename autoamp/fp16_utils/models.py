@@ -14,20 +14,6 @@ from autoamp.errors import UsageError
 from autoamp.tensors import map_tensors
 from autoamp.torch_private import MODULES_OF_BATCH_NORM, flatten, unflatten
 
-__all__ = [
-    "BN_convert_float",
-    "FP16Model",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]
-
 
 class tofp16(Module):  # noqa: N801
     """A layer that casts its floating input to fp16."""

@@ -16,8 +16,6 @@ from torch.nn import Parameter
 from autoamp.inference.packing import Packed, may_call_onednn
 from autoamp.torch_private import mkldnn
 
-__all__ = ["PackedLSTM"]
-
 # oneDNN's number for an LSTM, in torch's own numbering of recurrent layers, and the weights and biases of a layer.
 _MODE, _TENSORS = 2, 4
 

@@ -21,8 +21,6 @@ from autoamp.inference.lstm import PackedLSTM
 from autoamp.inference.packing import Packed, can_pack, may_call_onednn
 from autoamp.torch_private import mkldnn
 
-__all__ = ["PACKED", "build_packed"]
-
 # Torch hands a smaller product of matrices to no library, so packing it would take another kernel. Products somewhat
 # larger gain less by a packed weight than the way to the kernel costs.
 _SMALLEST = 16 * 16 * 16

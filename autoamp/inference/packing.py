@@ -13,8 +13,6 @@ from torch.nn import Parameter
 
 from autoamp.torch_private import is_intercepted, is_transformed, mkldnn, mkldnn_enabled
 
-__all__ = ["Packed", "can_pack", "may_call_onednn"]
-
 
 class Packed:
     """The packed weights of one layer, kept with the pin of the first weight while all are pinned.

@@ -26,8 +26,6 @@ from autoamp.stepping import as_list, check_half_norms, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_parallelized
 
-__all__ = ["initialize", "load_state_dict", "master_params", "scale_loss", "state_dict"]
-
 log = logging.getLogger(__name__)
 
 # One module, or several; and what is given comes back as it is.

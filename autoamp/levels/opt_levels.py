@@ -10,8 +10,6 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["LEVELS", "LevelName", "OptLevel", "check_level", "level_with"]
-
 LevelName = Literal["O0", "O1", "O2", "O3"]
 
 

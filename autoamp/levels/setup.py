@@ -18,8 +18,6 @@ from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, current_runti
 from autoamp.scaling import LossScaler
 from autoamp.stepping import check_half_model
 
-__all__ = ["Setup", "end", "set_up"]
-
 
 @dataclass
 class Setup:

@@ -13,8 +13,6 @@ from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES, dtype_name, version_of
 from autoamp.torch_private import MODULES_OF_NORMS
 
-__all__ = ["BufferWrites"]
-
 
 class BufferWrites:
     """Warns once of each half buffer in which calls of a model in training add up: a count, a sum or an average.

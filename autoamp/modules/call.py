@@ -24,8 +24,6 @@ from autoamp.rules import ModulePrecision
 from autoamp.stepping import refresh_params
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
 
-__all__ = ["CallRecorder", "ModuleCalls"]
-
 
 class CallRecorder(Protocol):
     """Records outermost module calls."""

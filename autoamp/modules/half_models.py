@@ -28,8 +28,6 @@ from autoamp.stepping import fit_state, load_master, master_of, release_master
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, map_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
 
-__all__ = ["CastModels", "ForwardDtypes", "cast_structure"]
-
 _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
 
 

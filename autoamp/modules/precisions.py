@@ -18,8 +18,6 @@ from autoamp.modules.tags import ModuleTags
 from autoamp.patching import explain_missing, resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule, located
 
-__all__ = ["ModulePrecisions", "Override", "check_module_rules", "class_name"]
-
 _GLOB = frozenset("*?[")
 
 

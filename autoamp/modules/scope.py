@@ -18,8 +18,6 @@ from torch.nn import Module
 from autoamp.casting import CastState, ThreadState, TracedMode
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
-__all__ = ["AUTOCAST", "ModuleCasts"]
-
 AUTOCAST = "torch.autocast"
 """What `ModuleCasts.yielded_to` calls the program's own regions."""
 

@@ -15,8 +15,6 @@ from torch.nn import Module
 
 from autoamp.torch_private import trace_as
 
-__all__ = ["TAGS", "ModuleTags"]
-
 TAGS = "_autoamp_tags"
 """The entry of a module's ``__dict__`` that has its tags, a tuple of strings. One without tags has no such entry."""
 

@@ -25,8 +25,6 @@ import torch
 from autoamp.casting import CastState, cast_call
 from autoamp.patching import imitate
 
-__all__ = ["build_attention", "build_fast_path_check", "build_half_attention"]
-
 _LONGEST_IN_BF16 = 128
 _NAMES = ("query", "key", "value")
 

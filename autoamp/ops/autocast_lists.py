@@ -17,8 +17,6 @@ from autoamp.ops.targets import known_ops
 from autoamp.rules import CastPolicy, CastRule, CastTable
 from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations, schema_of
 
-__all__ = ["AutocastDifference", "autocast_differences", "autocast_policies"]
-
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
 _WIDTHS = {
     CastPolicy.FP16: 0, CastPolicy.NONE: 1, CastPolicy.PROMOTE: 2, CastPolicy.FP32: 3, CastPolicy.BANNED: 3

@@ -17,8 +17,6 @@ from autoamp.casting import CastState
 from autoamp.program import Subscriber
 from autoamp.torch_private import traced_frame
 
-__all__ = ["AutocastRegions"]
-
 # Where torch enters a region in the program's name: as a decorator, and through the classes by device.
 _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__"})
 # What the names of our own modules begin with.

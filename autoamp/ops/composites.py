@@ -17,8 +17,6 @@ from autoamp.casting import CastState
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
-__all__ = ["COMPOSITES", "build_composite", "ops_named", "run_in_autocast"]
-
 
 def ops_named(*names: str) -> frozenset[Any]:
     """Return what torch's public namespaces have by these names."""

@@ -13,8 +13,6 @@ from autoamp.errors import ListFileError
 from autoamp.ops.targets import known_ops, locate
 from autoamp.rules import CastRule, admits_version, shipped_sets, shipped_table
 
-__all__ = ["check_lists", "public_names"]
-
 # Python 3.14 adds these to a class with annotations.
 _OF_CLASSES = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 

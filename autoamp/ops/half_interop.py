@@ -19,8 +19,6 @@ from autoamp.casting import CastState
 from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors
 
-__all__ = ["interop_functions"]
-
 _CLAMPS = ("clamp", "clamp_max", "clamp_min", "clip")
 _FILLS = ("index_fill", "masked_fill")
 # What gives a new tensor or array, and refuses numbers that half does not hold, several dtypes, or bf16 itself.

@@ -28,8 +28,6 @@ from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import flatten_recurrent_weights, start_no_graph, trace_as
 
-__all__ = ["build_for_half_models", "build_replacement"]
-
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.

@@ -18,8 +18,6 @@ from autoamp.casting import RECURRENT_LAYERS, CastState, LayOut, flat_layout, la
 from autoamp.patching import imitate
 from autoamp.torch_private import is_intercepted, is_transformed
 
-__all__ = ["build_check_input", "build_recurrent"]
-
 # How many arguments each of these ops takes, in both of its forms.
 _ARGUMENTS = 9
 

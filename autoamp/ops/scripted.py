@@ -14,8 +14,6 @@ from autoamp.casting import CastState
 from autoamp.ops.composites import run_in_autocast
 from autoamp.patching import imitate
 
-__all__ = ["build_script_call"]
-
 # The numbers of fp16 and bf16 in TorchScript.
 _HALF_NUMBERS = (5, 15)
 _PRODUCT = re.compile("aten::(_?conv|linear|matmul|bilinear|(add|badd|b|addb)?mm$|(add)?mv$)|prim::ListConstruct")

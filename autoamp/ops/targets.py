@@ -17,8 +17,6 @@ from autoamp.patching import explain_missing, original_of, resolve, spelled_out
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
 from autoamp.torch_private import RECURRENT
 
-__all__ = ["Expansion", "Target", "expand", "known_ops", "locate", "owns_its_names", "target_at"]
-
 _Find = Callable[[str], Any]
 
 

@@ -15,8 +15,6 @@ from autoamp.ops.half_interop import interop_functions
 from autoamp.ops.recurrent import build_check_input
 from autoamp.ops.scripted import build_script_call
 
-__all__ = ["unlisted_functions"]
-
 
 def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the owner and the name of each, and what builds its replacement."""

@@ -18,8 +18,6 @@ from autoamp.casting import CastArgs, CastState, cast_call
 from autoamp.tensors import iter_tensors, map_tensors
 from autoamp.torch_private import schema_of
 
-__all__ = ["Mutation", "build_inplace", "build_mutating", "into_out", "mutation_of"]
-
 _STATISTICS = ("running_mean", "running_var")
 _IN_PYTHON = {
     "batch_norm": _STATISTICS,

@@ -7,8 +7,6 @@ from typing import Any
 from autoamp.formulas import ADAGRAD
 from autoamp.optimizers.groups import FusedOptimizer
 
-__all__ = ["FusedAdagrad"]
-
 
 class FusedAdagrad(FusedOptimizer):
     """Adagrad by multi-tensor functions, computed as `FusedOptimizer` says.

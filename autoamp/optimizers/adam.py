@@ -13,8 +13,6 @@ from autoamp.formulas import ADAM, adam_on_device_, write_back
 from autoamp.optimizers.groups import FusedOptimizer, evaluated, in_parts, require, scaling_of
 from autoamp.scaling import widened
 
-__all__ = ["FusedAdam"]
-
 
 class FusedAdam(FusedOptimizer):
     """AdamW, or Adam with L2 regularisation, by multi-tensor functions, computed as `FusedOptimizer` says.

@@ -13,8 +13,6 @@ from autoamp.errors import UsageError
 from autoamp.formulas import Rule, write_back
 from autoamp.scaling import widened
 
-__all__ = ["FusedOptimizer", "evaluated", "in_parts", "require", "scaling_of"]
-
 # The number of elements that are stepped at a time, so that a temporary copy of them takes 64 MiB in fp32. That is
 # enough work to keep a device busy. On a CPU each thread takes as many as fit into its cache.
 _AT_ONCE, _FOR_A_THREAD = 2**24, 2**20

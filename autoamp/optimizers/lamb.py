@@ -8,8 +8,6 @@ from autoamp.formulas import LAMB
 from autoamp.optimizers.groups import FusedOptimizer, require
 from autoamp.scaling import total_norm
 
-__all__ = ["FusedLAMB"]
-
 
 class FusedLAMB(FusedOptimizer):
     """LAMB by multi-tensor functions, computed as `FusedOptimizer` says.

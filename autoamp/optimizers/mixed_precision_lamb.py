@@ -12,8 +12,6 @@ from autoamp.optimizers.groups import evaluated, scaling_of
 from autoamp.optimizers.lamb import FusedLAMB
 from autoamp.scaling import widened
 
-__all__ = ["FusedMixedPrecisionLamb"]
-
 
 class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` that can step fp32 copies of half parameters, and takes a `torch.amp.GradScaler`.

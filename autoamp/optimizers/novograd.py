@@ -10,8 +10,6 @@ from torch import Tensor
 from autoamp.formulas import NOVOGRAD, blended_norms, gradient_norms
 from autoamp.optimizers.groups import FusedOptimizer, require
 
-__all__ = ["FusedNovoGrad"]
-
 
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad by multi-tensor functions, computed as `FusedOptimizer` says.

@@ -12,8 +12,6 @@ from autoamp.formulas import SGD
 from autoamp.optimizers.groups import FusedOptimizer, require
 from autoamp.scaling import widened
 
-__all__ = ["FusedSGD"]
-
 
 class FusedSGD(FusedOptimizer):
     """SGD by multi-tensor functions, computed as `FusedOptimizer` says.

@@ -17,8 +17,6 @@ from autoamp.errors import UsageError
 from autoamp.stepping import equalized
 from autoamp.torch_private import current_graph_task, flatten, unflatten
 
-__all__ = ["DistributedDataParallel", "Reducer", "apply_flat_dist_call", "flat_dist_call", "split_by_type"]
-
 # Kinds of gradients: none, one in the parameter's dtype, one in fp32 beside a half parameter, a sparse one. The ranks
 # agree on the largest number that one of them has.
 _NONE, _OWN, _WIDE, _SPARSE = range(4)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 
-__all__ = ["LARC"]
-
 
 class LARC(torch.optim.Optimizer):
     """Gives each parameter of an optimizer a learning rate of its own, by scaling its gradient before the step.

@@ -11,8 +11,6 @@ import torch
 
 from autoamp.errors import UsageError
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a script in one process for each GPU, or in a single one without GPUs, and wait for all of them.

@@ -12,8 +12,6 @@ from torch.nn import Module
 from autoamp.errors import UsageError
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
-__all__ = ["SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group"]
-
 # The base class of torch's batch norms, which has no public name.
 _BatchNorm: Any = torch.nn.SyncBatchNorm.__base__
 

@@ -13,8 +13,6 @@ from autoamp.patching.dynamo import Wrap, calls_replaced, patch_dynamo, patch_ex
 from autoamp.patching.marks import original_of
 from autoamp.patching.patches import PatchSet
 
-__all__ = ["CompilerTables"]
-
 # What of Dynamo copies names of torch as it is imported. It knows ops by identity; and of a `Module.__call__` that it
 # takes for torch's own it calls `forward` alone, which leaves casts by module out.
 _TAKES_FROM_TORCH = ("torch._dynamo.utils", "torch._dynamo.variables.tensor", "torch._dynamo.variables.torch")

@@ -27,8 +27,6 @@ from autoamp.torch_private import (
     traced_in_place_of,
 )
 
-__all__ = ["Wrap", "calls_replaced", "patch_dynamo", "patch_export", "traceable_method"]
-
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a function that calls another."""
 

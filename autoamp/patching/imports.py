@@ -16,8 +16,6 @@ import wrapt
 from autoamp.errors import PatchError
 from autoamp.patching.marks import original_of
 
-__all__ = ["explain_missing", "resolve", "spelled_out", "watcher", "writing"]
-
 writing = threading.RLock()
 """Held by the one thread that writes patches: they are written to objects that the whole process shares."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["below_restored", "imitate", "mark", "mark_of", "name_by", "original_of"]
-
 _MARK = "__autoamp_original__"
 _MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
 

@@ -22,8 +22,6 @@ from autoamp.patching.imports import watcher, writing
 from autoamp.patching.marks import below_restored, mark_of, original_of
 from autoamp.torch_private import disabled_by_dynamo
 
-__all__ = ["Patch", "PatchSet", "check_writable"]
-
 log = logging.getLogger(__name__)
 
 _ABSENT: Any = object()

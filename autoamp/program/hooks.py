@@ -16,8 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoamp.patching import PatchSet, imitate
 
-__all__ = ["listen"]
-
 Hear = Callable[..., Any] | None
 
 

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from autoamp import torch_private
 from autoamp.program.events import Subscriber
 
-__all__ = ["LATE_MODULE", "Point", "points"]
-
 LATE_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
 """The one module with a point that torch does not import itself."""
 

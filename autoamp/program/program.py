@@ -12,8 +12,6 @@ from autoamp.program.events import Subscriber
 from autoamp.program.points import LATE_MODULE, Point, points
 from autoamp.program.steps import StepPatches
 
-__all__ = ["Program"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

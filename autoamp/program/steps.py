@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from autoamp.patching import PatchSet, imitate, original_of
 
-__all__ = ["StepPatches"]
-
 
 class StepPatches:
     """The replaced steps.

@@ -16,16 +16,6 @@ from autoamp.rules.parser import ListSet, Source, choices, did_you_mean, fail
 from autoamp.rules.table import CastRule, CastTable, RuleSource
 from autoamp.rules.toml_lines import TomlError, parse_toml
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "check_bare_names",
-    "load_table",
-    "located",
-    "package_tables",
-    "shipped_sets",
-    "shipped_table",
-]
-
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 _PYPROJECT = "pyproject.toml"

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "PackageList", "find_package_lists"]
-
 GROUP = "autoamp.lists"
 
 

@@ -20,8 +20,6 @@ from autoamp.rules.table import (
 )
 from autoamp.rules.toml_lines import TomlLines
 
-__all__ = ["ListSet", "Source", "choices", "did_you_mean", "fail"]
-
 SCHEMA = 1
 # Written down here, since lists are read without importing torch.
 DEVICE_TYPES = frozenset({"cpu", "cuda", "hpu", "ipu", "maia", "mps", "mtia", "npu", "xla", "xpu"})

@@ -8,17 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-__all__ = [
-    "CastPolicy",
-    "CastRule",
-    "CastTable",
-    "ModulePrecision",
-    "ModuleRule",
-    "RuleSource",
-    "admits_version",
-    "is_version_limit",
-]
-
 _LIMITS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 
-__all__ = ["TomlError", "TomlLines", "parse_toml"]
-
 _TOKEN = re.compile(
     r"""(?P<text>\"{3}(?:[^\\]|\\.)*?\"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')
       |(?P<mark>[\[\]{}=,.\n])|(?P<word>[^\s\[\]{}=,."'\#]+)|(?P<comment>\#[^\n]*)""",

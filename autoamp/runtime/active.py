@@ -15,8 +15,6 @@ from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import announce_disabled, announce_enabled
 
-__all__ = ["ActiveHandles", "current_handle", "current_runtime", "handles", "needed_handle", "put_handle"]
-
 
 class ActiveHandles:
     """Which handle is active, since a process has one torch; and what was registered for all handles.

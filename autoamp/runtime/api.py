@@ -23,19 +23,6 @@ from autoamp.runtime.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
 
-__all__ = [
-    "Region",
-    "disable_casts",
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "region",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
-
 _Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
 
 

@@ -20,8 +20,6 @@ from autoamp.rules import CastPolicy, ModulePrecision, located
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
 
-__all__ = ["add_dtype_note"]
-
 _ABOUT_DTYPES = re.compile(
     r"(?i)same (data ?|d|scalar )?type|dtypes match|equal to src.dtype|should be the same|expected (scalar |d)type|"
     r"object of scalar type|not implemented for '\w*(Half|BFloat16)'|unsupported (d|scalar)type|low precision dtypes|"

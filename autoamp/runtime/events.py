@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["activated", "suspended"]
-
 activated: list[Callable[[Any], object]] = []
 """Called when a handle's patches were put in place: by `init`, `initialize` or at the beginning of a region."""
 

@@ -38,8 +38,6 @@ from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
 from autoamp.stepping import as_list, clip_grad_norm_, wrap_optimizer
 
-__all__ = ["BaseHandle", "Handle", "Precision", "runtime_of"]
-
 Precision = Literal["fp32", "fp16", "none"]
 """What `override` runs a module in."""
 

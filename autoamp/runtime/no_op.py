@@ -20,8 +20,6 @@ from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import Step, as_list, stepped_params
 
-__all__ = ["NoOpHandle"]
-
 
 class NoOpHandle(BaseHandle):
     """The handle that ``init(enabled=False)`` returns. It casts nothing and scales nothing."""

@@ -16,8 +16,6 @@ from autoamp.patching import CompilerTables, PatchSet, mark, name_by
 from autoamp.program import Subscriber
 from autoamp.rules import CastPolicy, CastRule
 
-__all__ = ["PatchedTorch"]
-
 log = logging.getLogger(__name__)
 
 # A thread that patches while another one restores would take its replacements for torch's own functions.

@@ -16,8 +16,6 @@ from autoamp.ops import Target, build_replacement, target_at
 from autoamp.patching import check_writable
 from autoamp.rules import CastPolicy, CastRule, RuleSource
 
-__all__ = ["Registry"]
-
 # A decorator returns what it was given: its parameters, overloads and descriptors stay known to type checkers.
 _Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
 

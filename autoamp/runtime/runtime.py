@@ -32,8 +32,6 @@ from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.stepping import GuardedOptimizers, OptimizerSteps
 
-__all__ = ["Runtime"]
-
 
 class Runtime:
     """The state of a handle: the patches of torch, the casts, and the models and optimizers that were set up.

@@ -16,9 +16,6 @@ from autoamp.rules import CastTable, load_table
 from autoamp.scaling import make_scaler
 from autoamp.tensors import HALF_DTYPES, default_device_type
 
-__all__ = ["OnNonfinite", "Scope", "Settings", "check_device", "device_type_of"]
-
-
 OnNonfinite = Literal["warn", "raise", "skip"]
 Scope = Literal["global", "modules"]
 """Where `init` casts."""

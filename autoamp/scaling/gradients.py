@@ -23,17 +23,6 @@ from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import unscale_and_check_
 
-__all__ = [
-    "found_any",
-    "grouped_by_kind",
-    "non_finite",
-    "scale_",
-    "total_norm",
-    "true_gradient",
-    "unscale_",
-    "widened",
-]
-
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
 

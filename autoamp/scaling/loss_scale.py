@@ -27,8 +27,6 @@ from autoamp.errors import CheckpointError, LossScaleError, kind_of
 from autoamp.scaling.unread_flags import Scale, UnreadFlags
 from autoamp.torch_private import update_scale_
 
-__all__ = ["DynamicLossScaler", "LossScaler", "StaticLossScaler", "is_count", "make_scaler"]
-
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
 _LARGEST = 2.0**126

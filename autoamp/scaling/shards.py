@@ -14,15 +14,6 @@ from torch import Tensor
 
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = [
-    "copies_in_mesh",
-    "is_flat",
-    "is_sharded",
-    "local_of",
-    "meshes_of",
-    "reduce_partial",
-]
-
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 

@@ -20,8 +20,6 @@ from autoamp.errors import UsageError
 from autoamp.scaling.gradients import grouped_by_kind, total_norm
 from autoamp.scaling.shards import copies_in_mesh, is_sharded, local_of, meshes_of
 
-__all__ = ["FoundInfReduction", "RequestedGroup", "SyncGroup", "SyncGroups", "clip_", "powered_norm"]
-
 # Places in the vector that is reduced: the norm; whether a rank has checks; whether the loss is inf at any scale; what
 # the gradients are like now; and from there on one for each loss scaler.
 _NORM, _HAS_CHECKS, _NONFINITE_LOSS, _NOW, _FIRST = range(5)

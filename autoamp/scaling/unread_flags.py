@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Factor", "Scale", "UnreadFlags", "inverse_scale", "is_same_scale", "scale_ratio", "scaled_loss"]
-
 Scale: TypeAlias = float | Tensor
 """A loss scale: a number, or where only the device knows it an fp32 tensor without dimensions that stays as it is."""
 

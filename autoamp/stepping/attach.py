@@ -19,20 +19,6 @@ import torch
 from autoamp.errors import UsageError, kind_of
 from autoamp.stepping.links import link_of
 
-__all__ = [
-    "AttachedMethod",
-    "ScalesItself",
-    "guard_before",
-    "has_other_guard",
-    "is_optimizer",
-    "living_modules",
-    "living_optimizers",
-    "named_params",
-    "refuse_unguardable",
-    "stepped_params",
-    "takes_flag",
-]
-
 T = TypeVar("T")
 
 

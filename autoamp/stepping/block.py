@@ -21,8 +21,6 @@ from autoamp.stepping.overflow_checks import OverflowCheck
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.setting_warnings import warn_without_gradients
 
-__all__ = ["open_blocks", "scaled_block", "scaled_loss_block"]
-
 
 class _Count:
     """A plain object: what compiled code sets on a `threading.local` itself, no guard of Dynamo sees."""

@@ -10,8 +10,6 @@ from torch.utils.weak import TensorWeakRef
 from autoamp.scaling import is_sharded
 from autoamp.tensors import version_of
 
-__all__ = ["CheckedGrads", "Mark", "is_same_gradient", "mark_of"]
-
 Mark = tuple[TensorWeakRef, int | None]
 
 

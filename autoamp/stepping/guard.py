@@ -29,8 +29,6 @@ from autoamp.stepping.skips import Skips, StepOwner
 from autoamp.stepping.undo import GradsCopy, StepCopy, forget_state, state_size
 from autoamp.tensors import version_of
 
-__all__ = ["StepGuard"]
-
 # So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
 

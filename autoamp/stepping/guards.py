@@ -18,8 +18,6 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.setting_warnings import check_optimizer
 from autoamp.stepping.skips import StepCounts
 
-__all__ = ["Guards", "steps_any_of"]
-
 
 class Guards:
     """Guards of optimizers, each made when it is first asked for, and kept as long as its optimizer lives.

@@ -17,23 +17,6 @@ from autoamp.scaling import is_sharded, local_of
 from autoamp.stepping.replicas import several_processes
 from autoamp.tensors import HALF_DTYPES, version_of, without_grad
 
-__all__ = [
-    "Link",
-    "check_shapes",
-    "copy_to_params",
-    "equalized",
-    "link_of",
-    "linked",
-    "load_master",
-    "mark_equal",
-    "master_of",
-    "refresh_masters",
-    "refresh_params",
-    "release_master",
-    "written_masters",
-]
-
-
 # What changes where torch reports a write: the versions of a tensor and of its local part, and the address of its data.
 _State = tuple[int | None, int | None, int]
 

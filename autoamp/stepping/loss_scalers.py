@@ -15,8 +15,6 @@ from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.scaling import DynamicLossScaler, LossScaler, is_count
 from autoamp.stepping.skips import Skips
 
-__all__ = ["LossScalers", "WrappedOptimizerScalers", "as_list"]
-
 
 class LossScalers:
     """The scalers of all losses.

@@ -41,8 +41,6 @@ from autoamp.stepping.links import (
 from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
 from autoamp.tensors import HALF_DTYPES, without_grad
 
-__all__ = ["MasterWeights", "fit_state"]
-
 # So many elements of gradients may be cast to fp32 at once: each part costs a launch.
 _SMALL = 2**17
 

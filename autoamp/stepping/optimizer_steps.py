@@ -15,8 +15,6 @@ from autoamp.stepping.attach import has_other_guard
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers, scaled_params
 
-__all__ = ["OptimizerSteps"]
-
 
 class OptimizerSteps(Subscriber):
     """Stands around all steps of torch's optimizers while the handle is active, and looks at what clips gradients.

@@ -26,8 +26,6 @@ from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.skips import Step, StepOwner, StepWatch
 from autoamp.stepping.usage_checks import UnderflowWatch
 
-__all__ = ["GuardedOptimizers", "clip_grad_norm_", "scaled_params", "wrap_optimizer"]
-
 
 class RankSettings(Protocol):
     """The settings that all ranks have to have alike."""

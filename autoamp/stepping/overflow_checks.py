@@ -9,8 +9,6 @@ from torch import Tensor
 
 from autoamp.scaling import LossScaler, Scale, found_any
 
-__all__ = ["OverflowCheck", "read_checks", "resolve", "resolve_on_device"]
-
 
 class _Reported:
     """The result of a block or pass that its scaler has heard: None for none yet, else whether gradients overflowed."""

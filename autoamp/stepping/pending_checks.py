@@ -29,8 +29,6 @@ from autoamp.stepping.overflow_checks import OverflowCheck, read_checks, resolve
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, Step, StepOwner
 
-__all__ = ["PendingChecks", "ScaledGrads"]
-
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
 

@@ -24,8 +24,6 @@ from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
 from autoamp.stepping.replicas import WRAPPERS, kept_equal, several_processes
 
-__all__ = ["announce_disabled", "announce_enabled", "compare_ranks", "rank_sets"]
-
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
 _PREFIX = "autoamp"

@@ -20,8 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.program import listen
 
-__all__ = ["WRAPPERS", "Sync", "Wrappers", "broadcast", "kept_equal", "next_sync", "several_processes"]
-
 _AVAILABLE = dist.is_available()
 
 

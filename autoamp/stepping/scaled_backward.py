@@ -21,8 +21,6 @@ from autoamp.stepping.guard import StepGuard
 from autoamp.tensors import version_of
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 
-__all__ = ["BackwardWatch", "LeftScaled"]
-
 
 class LeftScaled:
     """Parameters whose gradients a backward pass left scaled, as long as nobody wrote to these gradients."""

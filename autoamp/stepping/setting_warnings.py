@@ -13,14 +13,6 @@ from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS
 
-__all__ = [
-    "check_half_model",
-    "check_half_norms",
-    "check_optimizer",
-    "smallest_positive",
-    "warn_without_gradients",
-]
-
 
 def smallest_positive(dtype: torch.dtype) -> float:
     """Return the smallest number above 0 that ``dtype`` holds, subnormal ones included.

@@ -15,8 +15,6 @@ from torch import Tensor
 from autoamp.casting import CastState
 from autoamp.scaling import LossScaler, RequestedGroup, UnreadFlags
 
-__all__ = ["Skips", "Step", "StepCounts", "StepOwner", "StepWatch"]
-
 logger = logging.getLogger(__name__)
 
 

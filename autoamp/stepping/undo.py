@@ -12,8 +12,6 @@ from torch import Tensor
 from autoamp.stepping.attach import stepped_params
 from autoamp.tensors import map_tensors
 
-__all__ = ["GradsCopy", "StepCopy", "forget_state", "state_size"]
-
 
 class StepCopy:
     """The parameters, state and options of an optimizer, with their values before a step.

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from autoamp.errors import warn_user
 
-__all__ = ["UnderflowWatch"]
-
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
 

@@ -18,8 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoamp.tensors import version_of
 from autoamp.torch_private import schema_of, undisturbed
 
-__all__ = ["Load", "Op", "Place", "Ref", "Seed", "Tape", "iter_refs", "ref_to", "writes_of", "written"]
-
 _EMPTY = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")

@@ -15,8 +15,6 @@ from autoamp.tape.rerun import typed
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import OpOverload, undisturbed
 
-__all__ = ["escaped", "load_tape", "save_tape"]
-
 _FORMAT, _VERSION = "autoamp.tape", 3
 _PHASES = ("forward", "backward", "recomputation")
 # Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.

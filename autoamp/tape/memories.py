@@ -9,8 +9,6 @@ from autoamp.tape.contents import Load, Ref, Tape, ref_to
 from autoamp.tensors import version_of
 from autoamp.torch_private import undisturbed
 
-__all__ = ["Full", "Memories", "NoValues", "NotOnTape"]
-
 
 class NotOnTape(Exception):
     """An operator cannot be recorded. The message says why."""

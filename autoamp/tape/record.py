@@ -36,8 +36,6 @@ from autoamp.torch_private import (
     schema_of,
 )
 
-__all__ = ["MAX_BYTES", "Recording", "record"]
-
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30

@@ -13,8 +13,6 @@ from autoamp.tape.contents import Load, Op, Ref, Seed, Tape, iter_refs, writes_o
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import undisturbed
 
-__all__ = ["CannotRerun", "Rerun", "everything", "typed"]
-
 
 class CannotRerun(Exception):
     """A tape cannot run again. The message says why."""

@@ -11,8 +11,6 @@ from autoamp.tuning.costs import Survey, Use
 from autoamp.tuning.model import Proposal
 from autoamp.tuning.search import Outcome, ProgramSearch
 
-__all__ = ["Bisection", "Unit", "units_of"]
-
 Unit: TypeAlias = tuple[Proposal, ...]
 """The list entries that put one module, or one op under all of its names, into fp32."""
 

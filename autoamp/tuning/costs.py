@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["VARIANTS", "Survey", "Use"]
-
 VARIANTS = ("fp32", "half", "half_cast")
 """How an op is timed: in fp32; in half; in half on fp32 arguments, its result cast back."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["METRICS_VARIABLE", "metric_of", "number_in", "printed_names", "report_metric"]
-
 METRICS_VARIABLE = "AUTOAMP_METRICS"
 """The environment variable with the file that `report_metric` appends to."""
 

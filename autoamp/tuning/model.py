@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from autoamp.diagnostics import spellings
 from autoamp.tuning.costs import VARIANTS, Survey, Use
 
-__all__ = ["Proposal", "proposals_of"]
-
 # A smaller difference of two times means nothing.
 NOISE = 0.03
 # Ops below this part of a step's time are left as they are, unless they are unsafe.

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from autoamp.tuning.model import NOISE, Proposal
 
-__all__ = ["Outcome", "ProgramSearch", "Search", "Stopped", "Trial"]
-
 
 class Stopped(BaseException):
     """Ends a search before its end: at a signal, or when the budget is spent. The message is the reason.

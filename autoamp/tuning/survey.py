@@ -27,8 +27,6 @@ from autoamp.runtime import BaseHandle
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.tuning.costs import VARIANTS, Survey, Use
 
-__all__ = ["SurveyEnded", "Surveyor", "time_of"]
-
 # So much of arguments is kept for timing.
 _MOST_BYTES = 2**30
 _REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)

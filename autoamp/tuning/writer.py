@@ -10,8 +10,6 @@ from autoamp.tuning.costs import Survey
 from autoamp.tuning.model import NOISE, Proposal
 from autoamp.tuning.search import Search, Trial
 
-__all__ = ["list_text", "summary_of"]
-
 
 def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), comments: Sequence[str] = ()) -> str:
     """Return a list file with these entries.

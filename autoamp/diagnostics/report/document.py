@@ -18,8 +18,6 @@ from autoamp.errors import UsageError
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import compiled_graphs
 
-__all__ = ["KIND", "SCHEMA", "failures", "plain", "report_of"]
-
 SCHEMA, KIND = 4, "autoamp.run"
 
 # The kinds of an `Overflow` that the search for the loss scale does not explain, as people read them.

@@ -13,8 +13,6 @@ from autoamp.diagnostics.report.document import KIND, SCHEMA, plain
 from autoamp.diagnostics.report.remedies import as_toml
 from autoamp.errors import UsageError
 
-__all__ = ["check_report_tools", "is_page", "load_report", "report_page", "write_report"]
-
 _FOLDER = Path(__file__).parent / "templates"
 
 

@@ -15,8 +15,6 @@ from autoamp.diagnostics.report.step_check import StepCheck
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.program import listen
 
-__all__ = ["ReportRecording"]
-
 
 class ReportRecording(Watch):
     """The recording from ``handle.record()`` on, until `stop`, or the end of a ``with`` statement.

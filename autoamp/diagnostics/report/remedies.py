@@ -8,8 +8,6 @@ from typing import Any
 
 from autoamp.diagnostics.tables import counted
 
-__all__ = ["as_toml", "remedies"]
-
 
 def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[str, Any]]:
     """Return entries for a list file: ``policy``, ``op``, ``evidence``, and ``now``, the rule in force.

@@ -14,8 +14,6 @@ from autoamp.diagnostics.ranges import ValueProfile
 from autoamp.diagnostics.trace import CastTrace
 from autoamp.torch_private import DispatchMode, dispatch_modes
 
-__all__ = ["Samples", "is_sampled"]
-
 # A sample ends after so many calls of listed functions: a program that only evaluates makes no step.
 _MOST_CALLS = 5_000
 # Those of the trace and of the values.

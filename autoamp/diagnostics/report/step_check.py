@@ -19,8 +19,6 @@ from autoamp.diagnostics.verdicts import Overflow
 from autoamp.tape import Rerun, everything
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["Fault", "StepCheck"]
-
 log = logging.getLogger(__name__)
 
 # From this difference on, as a part of the gradient in fp32, the gradient in half precision is wrong.
