@@ -20,12 +20,15 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 import torch.utils.checkpoint
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # All of the package, whose import adds listeners.
 import autoamp.exports
 from autoamp.rules import loader
 from autoamp.runtime import activated, active, suspended
 from autoamp.stepping import open_blocks
+from autoamp.torch_private import remove_modes
 
 # Tests that fork would wait without end in the child: it has none of the threads that OpenMP started in this process.
 # There is a worker for each core anyway.
@@ -179,6 +182,9 @@ def pristine_torch() -> Iterator[None]:
     assert left == listeners, "a listener is left, and hears of the next test's handles"
     hooks = torch.nn.modules.module
     assert not {**hooks._global_forward_pre_hooks, **hooks._global_forward_hooks}, "a hook on all modules is left"
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    remove_modes(*modes)
+    assert not modes, "a mode is left, which intercepts the calls of the next test"
     assert_pristine()
     assert open_blocks.count == 0
     assert not torch.is_inference_mode_enabled()

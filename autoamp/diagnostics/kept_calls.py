@@ -205,9 +205,10 @@ class KeptCalls:
         self.calls, self.incomplete = [], "the step was dropped"
 
     def _keep(self, tensor: Tensor) -> KeptTensor:
-        if type(tensor) not in _TYPES or is_transformed(tensor):
-            raise CannotRerun(f"a tensor is a {type(tensor).__name__}")
-        is_strong = self._nbytes + tensor.nbytes <= _MAX_BYTES
+        if type(tensor) not in _TYPES or tensor.layout is not torch.strided or is_transformed(tensor):
+            raise CannotRerun(f"a tensor is a {type(tensor).__name__} of layout {tensor.layout}")
+        # The memory of a device is not for this.
+        is_strong = tensor.device.type == "cpu" and self._nbytes + tensor.nbytes <= _MAX_BYTES
         self._nbytes += tensor.nbytes if is_strong else 0
         return KeptTensor(tensor, is_strong=is_strong)
 
@@ -224,8 +225,11 @@ class _KeepGrad:
         self._place = place
 
     def __call__(self, grad: Tensor) -> None:
-        if self._kept.incomplete is None:
-            self._kept.note_grad(self._call, self._place, grad)
+        try:
+            if self._kept.incomplete is None:
+                self._kept.note_grad(self._call, self._place, grad)
+        except CannotRerun as error:
+            self._kept.incomplete = str(error)
 
 
 def floating(value: Any) -> list[Tensor]:

@@ -107,7 +107,9 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
 
     def _keep(self, tensor: Tensor) -> Any:
         # One of a transform is known by no memory.
-        if is_transformed(tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        # On a device its memory counts, and the host knows too late what went wrong.
+        if not is_plain or is_transformed(tensor) or tensor.device.type != "cpu":
             self._is_on = False
             return tensor
         self._nbytes += tensor.nbytes

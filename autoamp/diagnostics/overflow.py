@@ -36,7 +36,7 @@ from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, Sc
 from autoamp.errors import kind_of
 from autoamp.program import listen
 from autoamp.scaling import LossScaler, scaled_loss
-from autoamp.stepping import Skips, Step, StepWatch, several_processes
+from autoamp.stepping import Skips, Step, StepWatch, has_written_masters, several_processes
 from autoamp.tape import CannotRerun
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
@@ -300,6 +300,9 @@ class OverflowTrace(StepWatch):
         """
         if why := why_not_again(call.module):
             raise CannotRerun(why)
+        if has_written_masters():
+            # The call would copy them into the model.
+            raise CannotRerun("master weights were written to since the model was called")
         with self.apart() as state, self.recorder.one_step(call.caller) as recorded:
             self.recorder.paused = False
             assert recorded.recording is not None

@@ -383,7 +383,9 @@ class StepRecorder(Subscriber):
             try:
                 if isinstance(record, KeptCall):
                     self.step.kept.end(record, outputs)
-                    self.outside.resume()
+                    # The handle may have been deactivated within the call.
+                    if not self.step.ended:
+                        self.outside.resume()
                 else:
                     self.inferences.end(record, outputs)
             except CannotRerun as error:

@@ -238,7 +238,7 @@ class CastTrace(OperatorObserver):
             )
             for row in (*self.rows, *self.unlisted)
         ]  # fmt: skip
-        return as_table("CastState", headings, lines, 4)
+        return as_table("Casts", headings, lines, 4)
 
 
 def _listed(dtypes: dict[str, int]) -> str:

@@ -12,7 +12,14 @@ from autoamp.stepping.attach import (
 )
 from autoamp.stepping.block import open_blocks, scaled_block
 from autoamp.stepping.guard import StepGuard
-from autoamp.stepping.links import equalized, load_master, master_of, refresh_params, release_master
+from autoamp.stepping.links import (
+    equalized,
+    has_written_masters,
+    load_master,
+    master_of,
+    refresh_params,
+    release_master,
+)
 from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizer_steps import OptimizerSteps
@@ -42,6 +49,7 @@ __all__ = [
     "clip_grad_norm_",
     "equalized",
     "fit_state",
+    "has_written_masters",
     "is_optimizer",
     "living_optimizers_and_modules",
     "load_master",

@@ -171,13 +171,18 @@ def refresh_masters(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = 
         link.stepped = link.stepped or first_step
 
 
+def has_written_masters() -> bool:
+    """Whether the program wrote to a master of the process since it last agreed with its half parameter."""
+    links: list[Link] = list(_links.data.values())
+    return bool(links) and _states([link.master for link in links]) != [link.master_state for link in links]
+
+
 def refresh_params() -> None:
     """Copy masters that the program wrote to into their half parameters. Nothing is launched where it wrote to none.
 
     For all masters of the process, before each outermost call of a module.
     """
-    links: list[Link] = list(_links.data.values())
-    if links and _states([link.master for link in links]) != [link.master_state for link in links]:
+    if has_written_masters():
         with torch.no_grad():
             copy_to_params(written_masters(list(_links.items())))
 

@@ -21,7 +21,7 @@ FINDING = {
     "format": 6, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}, "scale": 1.0,
     "half_dtype": "float16", "named": [],
 }  # fmt: skip
-TAPE = {"format": "autoamp.tape", "version": 2, "events": []}
+TAPE = {"format": "autoamp.tape", "version": 3, "events": []}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

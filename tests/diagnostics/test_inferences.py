@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.diagnostics import failures
-from tests.diagnostics.test_overflow import line_of
+from tests.diagnostics.faults import line_of
 
 
 class Decoder(nn.Module):
