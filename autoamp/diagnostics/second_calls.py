@@ -74,20 +74,31 @@ def _unsafe_name(function: types.FunctionType, module: Module | None, known: set
     known.add(function.__code__)
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     outer = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        if _is_shared(value):
+            return f"a default of {function.__name__}"
     for code in _codes(function.__code__):
-        for step in dis.get_instructions(code):
+        steps = list(dis.get_instructions(code))
+        stores = any(step.opname in ("STORE_ATTR", "DELETE_ATTR") for step in steps)
+        for step in steps:
             name, value = str(step.argval), None
             if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
                 step.argval in _WRITERS and isinstance(step.argval, str)
             ):
                 return name
+            is_outer = True
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, getattr(builtins, name, None))
             elif step.opname == "LOAD_DEREF":
                 value = outer.get(name)
             elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and module is not None:
+                is_outer = name not in vars(module)
                 value = vars(module).get(name, getattr(type(module), name, None))
-            if not _is_safe(value):
+            # The contents of modules are put back, and what an operator writes to a tensor.
+            if not _is_safe(value) or (is_outer and _is_shared(value)):
+                return name
+            # It may store an attribute of the class.
+            if stores and (value is type or (isinstance(value, type) and not _is_of_library(value))):
                 return name
             used = [value] if isinstance(value, types.FunctionType) else []
             used += _functions_of(value) if isinstance(value, type) and not _is_of_library(value) else []
@@ -96,6 +107,11 @@ def _unsafe_name(function: types.FunctionType, module: Module | None, known: set
                 if not _is_of_library(inner) and (found := _unsafe_name(inner, owner, known)):
                     return found
     return None
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether a value that belongs to no module can change."""
+    return isinstance(value, (*CONTAINERS, numpy.ndarray)) or hasattr(type(value), "__next__")
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
