@@ -56,11 +56,11 @@ class OverflowTrace(StepWatch):
 
     Args:
         casts: How threads cast.
-        observation: Its observers see nothing of what runs again.
+        observation: The observers of patched functions. They see nothing of what runs again.
         always: Whether all steps are recorded. Else some are, after a skip that is no search for the loss scale.
 
     Attributes:
-        always: As given.
+        always, observation: As given.
         all: The overflows, the last `keeps`.
         recorder: Records tapes of steps.
         listeners: Called with each skip that was explained.
@@ -72,7 +72,7 @@ class OverflowTrace(StepWatch):
     def __init__(self, casts: CastState, observation: Observation, *, always: bool) -> None:
         self.always = always
         self._casts = casts
-        self._observation = observation
+        self.observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = StepRecorder(casts, always=always)
         if always:
@@ -215,7 +215,7 @@ class OverflowTrace(StepWatch):
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
         try:
-            with self._observation.quietly(), self._casts.switched(False, forced_off=True):
+            with self.observation.quietly(), self._casts.switched(False, forced_off=True):
                 found = explain_evidence(self.evidence(step, scale))
         except CannotRerun as error:
             return unlocated(str(error))
@@ -231,7 +231,7 @@ class OverflowTrace(StepWatch):
     def _explain_kept(self, step: RecordedStep, scale: float) -> Overflow:
         """Explain a step that was not recorded: a call of a model that went wrong in it runs once more."""
         try:
-            with self._observation.quietly():
+            with self.observation.quietly():
                 found = self._look_at_kept(step, scale)
         except CannotRerun as error:
             found = unlocated(str(error))
@@ -394,7 +394,7 @@ class OverflowTrace(StepWatch):
         self._casts.cache.clear()
         keeps = listen(module_called=(lambda module, inputs: state.keep(module)) if hooked else None)
         try:
-            with self._observation.unobserved(), torch.enable_grad():
+            with self.observation.unobserved(), torch.enable_grad():
                 yield state
         finally:
             keeps.close()

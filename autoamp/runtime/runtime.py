@@ -85,8 +85,7 @@ class Runtime:
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
         self.precisions = ModulePrecisions(settings.table.modules)
-        self.observation = Observation(self.casts)
-        self.overflows = OverflowTrace(self.casts, self.observation, always=settings.trace_overflow)
+        self.overflows = OverflowTrace(self.casts, Observation(self.casts), always=settings.trace_overflow)
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
         self.optimizers.watch = self.overflows
@@ -109,6 +108,11 @@ class Runtime:
             # After all that counts or changes a step.
             self.followers,
         )
+
+    @property
+    def observation(self) -> Observation:
+        """The observers of patched functions."""
+        return self.overflows.observation
 
     @property
     def casts(self) -> CastState:

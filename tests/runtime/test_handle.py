@@ -44,7 +44,7 @@ def test_a_handle_shows_users_what_is_for_them_whether_it_is_enabled_or_not(hand
     for one in (handle, autoamp.init(enabled=False)):
         assert isinstance(one, autoamp.BaseHandle)
         assert {name for name in dir(one) if not name.startswith("_")} == {
-            name for name in vars(autoamp.BaseHandle) if not name.startswith("_")
+            name for name in dir(autoamp.BaseHandle) if not name.startswith("_")
         }
 
 
