@@ -1,6 +1,7 @@
 """Tapes of steps: which of them are recorded, from the first module call until an optimizer is called.
 
-Nothing of the program runs again. What a step overwrote meanwhile stays as the program left it.
+Nothing of a step that is recorded runs again, and what it overwrote stays as the program left it. Of other steps the
+calls are kept (`kept_calls.py`, `outside_calls.py`): if one goes wrong, the call that did may run once more.
 """
 
 from __future__ import annotations
