@@ -87,11 +87,10 @@ def test_the_first_skip_is_explained_and_one_after_those_that_are_recorded(step:
 
 
 def test_the_eight_steps_of_two_optimizers_that_step_by_the_same_calls() -> None:
-    handle, faulty = started(traced=False), [True]
-    net = Net(lambda h: squared(h) if faulty[0] else h)
+    handle, net = started(traced=False), Net()
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (net.first, net.last)]
     for step in range(9):
-        faulty[0] = step in (0, 8)
+        net.faulty.fault = squared if step in (0, 8) else torch.relu
         with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizers) as scaled:
             scaled.backward()
         for optimizer in optimizers:
