@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -115,7 +115,7 @@ class KeptCall:
 
     def bad_inputs(self) -> list[Tensor]:
         """Return those of its inputs that hold inf or nan. Raises CannotRerun if inputs are gone."""
-        inputs = floating(map_tensors((self.args, self.kwargs), _no_tensor, _input))
+        inputs = floating(map_kept((self.args, self.kwargs), KeptTensor.as_input))
         return [tensor for tensor in inputs if nonfinite_value(tensor)]
 
     def is_finite(self) -> bool:
@@ -149,7 +149,7 @@ class KeptCall:
         Raises:
             CannotRerun: The inputs are gone, or the outputs are others than in the step.
         """
-        inputs = map_tensors((self.args, self.kwargs), _no_tensor, _input)
+        inputs = map_kept((self.args, self.kwargs), KeptTensor.as_input)
         torch.set_rng_state(self._random[0])
         if self._random[1] is not None:
             torch.cuda.set_rng_state(self._random[1])
@@ -237,19 +237,9 @@ def floating(value: Any) -> list[Tensor]:
     return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point()]
 
 
-def _no_tensor(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _input(value: Any) -> Any:
-    return value.as_input() if isinstance(value, KeptTensor) else value
-
-
-def kept_inputs(value: Any, found: list[KeptTensor]) -> Any:
-    """Add a value to a list if it is a `KeptTensor`, and return it."""
-    if isinstance(value, KeptTensor):
-        found.append(value)
-    return value
+def map_kept(value: Any, convert: Callable[[KeptTensor], Any]) -> Any:
+    """Return nested arguments with each `KeptTensor` converted."""
+    return map_tensors(value, lambda tensor: tensor, lambda one: convert(one) if isinstance(one, KeptTensor) else one)
 
 
 def _is_same(new: Tensor, old: Tensor) -> bool:

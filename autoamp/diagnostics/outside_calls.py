@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autoamp.diagnostics.call_sites import Caller, user_frame
-from autoamp.diagnostics.kept_calls import KeptTensor, floating, kept_inputs
+from autoamp.diagnostics.kept_calls import KeptTensor, floating, map_kept
 from autoamp.diagnostics.op_names import bare_name
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.patching import original_of
@@ -53,14 +53,12 @@ class OutsideCall(NamedTuple):
     def given(self) -> Iterator[KeptTensor]:
         """Yield the tensors that it was given."""
         found: list[KeptTensor] = []
-        map_tensors((self.args, self.kwargs), lambda one: one, lambda one: kept_inputs(one, found))
+        map_kept((self.args, self.kwargs), found.append)
         yield from found
 
     def run(self) -> list[Tensor]:
         """Call the function once more, and return the floating tensors that it returns."""
-        args, kwargs = map_tensors(
-            (self.args, self.kwargs), lambda one: one, lambda one: one.get() if isinstance(one, KeptTensor) else one
-        )
+        args, kwargs = map_kept((self.args, self.kwargs), KeptTensor.get)
         return floating(self.func(*args, **kwargs))
 
 

@@ -1,7 +1,7 @@
 """Why a step was skipped: each skip explained, by the tape of the step, which runs again by itself.
 
 `OverflowTrace` looks on as losses are scaled and optimizers step. A skip it explains at once, before the program goes
-on. Nothing of the program runs a second time.
+on. In a step that was not recorded the call of a model that went wrong may run once more; what it writes is undone.
 """
 
 from __future__ import annotations
