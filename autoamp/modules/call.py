@@ -65,7 +65,7 @@ class ModuleCalls(Subscriber):
         has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-            is_kept, record, has_returned = False, None, False
+            is_kept, record, result = False, None, None
             if compiling():
                 # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
                 # does not pass for this. `forced_off` is never None.
@@ -81,50 +81,49 @@ class ModuleCalls(Subscriber):
             tag, tokens, look, keeps_casts, widens = forward_dtypes.find(self), [], None, False, False
             dtypes = None if tag is None else forward_dtypes.values[tag]
             try:
-                if dtypes is not None:
-                    args, kwargs = dtypes.cast_inputs((args, kwargs))
-                    tokens += dtypes.switch(casts)
-                    if not compiling() and dtypes.buffers is not None:
-                        look = dtypes.buffers.begin(self)
-                # `initialize` looks up the paths of models that it casts.
-                outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
-                if outermost and (in_modules or local.now().on):
-                    precisions.begin_model(self)
-                precision = None if local.now().forced_off else precisions.get(self)
-                if precision is not None:
-                    # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                    widens = precision is ModulePrecision.FP16 and local.now().on is not True
-                    if precision is not ModulePrecision.NONE:
-                        cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
-                        args, kwargs = _cast_nested((args, kwargs), cast)
-                    tokens.append(local.set(precision is ModulePrecision.FP16))
-                elif in_modules and casts.begin_call(self):
-                    tokens.append(local.set(True))
-                    widens = not casts.autocast_rules()
-                # Compiled code keeps no casts from call to call: a compiler shares them itself.
-                if local.param_casts is None and cache.enabled and not compiling():
-                    local.param_casts, keeps_casts = {}, True
-                outputs = original(self, *args, **kwargs)
-                has_returned = True
-            except Exception as error:
-                if not compiling():
-                    casts.explain(error)
-                raise
+                try:
+                    if dtypes is not None:
+                        args, kwargs = dtypes.cast_inputs((args, kwargs))
+                        tokens += dtypes.switch(casts)
+                        if not compiling() and dtypes.buffers is not None:
+                            look = dtypes.buffers.begin(self)
+                    # `initialize` looks up the paths of models that it casts.
+                    outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
+                    if outermost and (in_modules or local.now().on):
+                        precisions.begin_model(self)
+                    precision = None if local.now().forced_off else precisions.get(self)
+                    if precision is not None:
+                        # Code around that casts nothing, such as an fp32 module's, could not use a half result.
+                        widens = precision is ModulePrecision.FP16 and local.now().on is not True
+                        if precision is not ModulePrecision.NONE:
+                            cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
+                            args, kwargs = _cast_nested((args, kwargs), cast)
+                        tokens.append(local.set(precision is ModulePrecision.FP16))
+                    elif in_modules and casts.begin_call(self):
+                        tokens.append(local.set(True))
+                        widens = not casts.autocast_rules()
+                    # Compiled code keeps no casts from call to call: a compiler shares them itself.
+                    if local.param_casts is None and cache.enabled and not compiling():
+                        local.param_casts, keeps_casts = {}, True
+                    outputs = original(self, *args, **kwargs)
+                except Exception as error:
+                    if not compiling():
+                        casts.explain(error)
+                    raise
+                finally:
+                    if keeps_casts:
+                        local.param_casts = local.last_activation = None
+                    while tokens:
+                        local.reset(tokens.pop())
+                if widens:
+                    outputs = _cast_nested(outputs, casts.to_fp32)
+                if look is not None:
+                    look()
+                result = outputs if dtypes is None else dtypes.cast_outputs(outputs)
+                return result
             finally:
-                if keeps_casts:
-                    local.param_casts = local.last_activation = None
-                while tokens:
-                    local.reset(tokens.pop())
-                if is_kept and not has_returned:
-                    recorder.end(record, None)
-            if widens:
-                outputs = _cast_nested(outputs, casts.to_fp32)
-            if look is not None:
-                look()
-            outputs = outputs if dtypes is None else dtypes.cast_outputs(outputs)
-            if is_kept:
-                recorder.end(record, outputs)
-            return outputs
+                if is_kept:
+                    recorder.end(record, result)
 
         return call
 

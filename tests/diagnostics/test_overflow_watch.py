@@ -254,3 +254,24 @@ def test_a_clean_step_runs_no_more_operators(loss: Callable[[Tensor], Tensor]) -
         for layers in (1, 3)
     ]
     assert more == [0, 0]
+
+
+class Refusing(Tensor):
+    """A tensor that cannot be cast, as where memory ends."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("to", "float"):
+            raise RuntimeError("out of memory")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_call_whose_outputs_cannot_be_cast_has_ended(traced: bool) -> None:
+    handle, net = started(traced=traced, scope="modules"), Net(lambda h: h.as_subclass(Refusing))
+    net.last = nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        net(torch.randn(5, 4))
+    net = Net(squared)
+    take_step(handle, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert found_in(handle).module == "faulty"
