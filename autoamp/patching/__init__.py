@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autoamp.patching.compilers import CompilerTables
 from autoamp.patching.dynamo import traceable_method
-from autoamp.patching.imports import explain_missing, resolve, spelled_out
+from autoamp.patching.imports import explain_missing, resolve, spelled_out, writing
 from autoamp.patching.marks import imitate, mark, name_by, original_of
 from autoamp.patching.patches import PatchSet, check_writable
 
@@ -24,4 +24,5 @@ __all__ = [
     "resolve",
     "spelled_out",
     "traceable_method",
+    "writing",
 ]

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from autoamp.patching import PatchSet, imitate, original_of
+from autoamp.patching import PatchSet, imitate, original_of, writing
 from autoamp.program.events import Subscriber
 from autoamp.program.points import LATE_MODULE, Point, points
 from autoamp.program.steps import StepPatches
@@ -67,20 +67,23 @@ class Program:
 
     def update(self) -> None:
         """Patch torch for subscribers that began to listen, and restore what only those heard that stopped."""
-        self._later.restore()
-        if self._patched is not None:
-            with self._later.all_or_nothing():
-                for point in points():
-                    if (id(point.owner), point.name) not in self._patched and self._is_heard(point):
-                        self._hear(point, self._later)
+        with writing:
+            self._later.restore()
+            if self._patched is not None:
+                with self._later.all_or_nothing():
+                    for point in points():
+                        if (id(point.owner), point.name) not in self._patched and self._is_heard(point):
+                            self._hear(point, self._later)
 
     def restore(self) -> None:
         """Restore what is not in the patches that `patch` was given."""
-        self._patched = None
-        if self._steps is not None:
-            self._steps.restore()
-            self._steps = None
-        self._later.restore()
+        # Another thread may be within `update`.
+        with writing:
+            self._patched = None
+            if self._steps is not None:
+                self._steps.restore()
+                self._steps = None
+            self._later.restore()
 
     def _is_heard(self, point: Point) -> bool:
         if point.owner is None or point.name is None:

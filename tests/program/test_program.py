@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,3 +156,30 @@ def test_global_hooks_end_with_the_stack() -> None:
     optimizer.step()
     assert heard == ["called", "returned", "module", "load"]
     assert torch.optim.Optimizer.load_state_dict is original
+
+
+class Slow(Retained):
+    """Asked whether it listens, it lets another thread restore torch."""
+
+    @property
+    def is_listening(self) -> bool:  # type: ignore[override]
+        if self.begins:
+            self.begins = False
+            self.thread.start()
+            self.thread.join(0.2)
+        return True
+
+    def __init__(self) -> None:
+        super().__init__("slow")
+        self.begins = False
+        self.thread: Any = None
+
+
+def test_nothing_stays_patched_where_another_thread_restores_torch_meanwhile(patches: PatchSet) -> None:
+    original, slow = Tensor.retain_grad, Slow()
+    program = patched(PatchSet())
+    program.subscribe(slow)
+    slow.thread, slow.begins = threading.Thread(target=program.restore), True
+    program.update()
+    slow.thread.join()
+    assert Tensor.retain_grad is original
