@@ -132,17 +132,6 @@ def test_attention_that_is_computed_in_another_dtype(bf16: Any) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attention_that_is_computed_in_fp32_on_each_path(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    class Attention(nn.Module):
-        def forward(self, x):
-            return F.scaled_dot_product_attention(x, x, x)
-
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
-    handle = autoamp.init(device_type="cpu", dtype=dtype)
-    assert handle.consistency(Attention(), torch.randn(1, 2, 8, 8), backend="eager").is_consistent
-
-
 def test_compiled_code(bf16: Any) -> None:
     found = compared(bf16, torch.compiler.is_compiling, in_fp32, backend="eager")
     one = found["torch.compile"].dtype
