@@ -162,7 +162,7 @@ def no_package_lists(request: pytest.FixtureRequest) -> Iterator[None]:
     """Leave out the lists of packages that happen to be installed, but for the tests of such lists."""
     with pytest.MonkeyPatch.context() as patched:
         if request.module.__name__.rpartition(".")[2] not in ("test_package_lists", "test_torchvision"):
-            patched.setattr(loader, "find_package_lists", lambda: ())
+            patched.setattr(loader, "find_package_lists", lambda path: ())
         yield
 
 

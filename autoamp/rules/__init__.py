@@ -11,6 +11,7 @@ from autoamp.rules.loader import (
     shipped_sets,
     shipped_table,
 )
+from autoamp.rules.parser import fail
 from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, RuleSource, admits_version
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RuleSource",
     "admits_version",
     "check_bare_names",
+    "fail",
     "load_table",
     "located",
     "package_tables",

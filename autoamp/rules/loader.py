@@ -1,24 +1,78 @@
-"""Finds list files and sets, reads them in order, and merges them to one table."""
+"""Finds list files and sets, reads them in order, and merges them to one table.
+
+Installed packages ship lists for their own ops, which the entry point group `autoamp.lists` names. autoamp itself ships
+lists for libraries that have none: such an entry point has the name of the library.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
+import importlib.util
 import os
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from autoamp.errors import ListFileError, warn_user
-from autoamp.rules.packages import GROUP, PackageList, find_package_lists
-from autoamp.rules.parser import ListSet, Source, choices, did_you_mean, fail
+from autoamp.rules.parser import ListSet, Source, choices, did_you_mean, fail, parse_toml
 from autoamp.rules.table import CastRule, CastTable, RuleSource
-from autoamp.rules.toml_lines import TomlError, parse_toml
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 _PYPROJECT = "pyproject.toml"
+_GROUP = "autoamp.lists"
+
+
+@dataclass(frozen=True)
+class PackageList:
+    """What one entry point names.
+
+    Attributes:
+        owner: The distribution and its version.
+        package: The package that the entry point names, with dots.
+        library: The package that the list is about.
+    """
+
+    owner: str
+    package: str
+    library: str
+
+    @property
+    def file(self) -> Path:
+        """The `autoamp.toml` in the package's folder; the package is not imported. OSError: there is no such folder."""
+        top, *rest = self.package.split(".")
+        folder = _folder_of(top)
+        if folder is None:
+            raise FileNotFoundError(f"no package {top!r} is installed")
+        return Path(folder, *rest, "autoamp.toml")
+
+
+@functools.lru_cache(maxsize=1)
+def find_package_lists(path: tuple[str, ...]) -> tuple[PackageList, ...]:
+    """Return what the entry points of a path of Python name, in the order of the distributions' names."""
+    # Imported here: it takes some milliseconds, and the first handle alone needs it.
+    from importlib.metadata import entry_points
+
+    found = set()
+    for entry in entry_points(group=_GROUP):
+        dist, top = getattr(entry, "dist", None), entry.module.partition(".")[0]
+        owner = "an unknown package" if dist is None else f"{dist.name} {dist.version}"
+        library = entry.name if top == "autoamp" else top
+        if library == top or _folder_of(library):
+            found.add(PackageList(owner, entry.module, library))
+    return tuple(sorted(found, key=lambda one: (one.owner, one.package)))
+
+
+def _folder_of(package: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        # A module that was made by hand.
+        spec = None
+    return spec.submodule_search_locations[0] if spec is not None and spec.submodule_search_locations else None
 
 
 def _read(path: Path | Traversable, name: str, asked_by: RuleSource) -> ListSet:
@@ -28,22 +82,14 @@ def _read(path: Path | Traversable, name: str, asked_by: RuleSource) -> ListSet:
     except (OSError, ValueError) as error:
         remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
         raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
-    return _checked_shipped(raw, name) if asked_by.shipped else _checked(raw, name, shipped=False)
-
-
-def _checked(raw: bytes, name: str, *, shipped: bool) -> ListSet:
-    """Check the content of a list file."""
-    try:
-        data, lines = parse_toml(raw)
-    except TomlError as error:
-        raise ListFileError(str(error), name, error.line) from error
-    return ListSet(Source(name, Path(name).parent, shipped, lines), data, schema_needed=True)
+    return _checked(raw, name, asked_by.shipped)
 
 
 @functools.lru_cache(maxsize=8)
-def _checked_shipped(raw: bytes, name: str) -> ListSet:
-    """Check the content of a shipped set, which each handle reads again: once is enough."""
-    return _checked(raw, name, shipped=True)
+def _checked(raw: bytes, name: str, shipped: bool) -> ListSet:
+    """Check the content of a list file. Each handle reads the shipped sets again: to check them once is enough."""
+    data, lines = parse_toml(raw, name)
+    return ListSet(Source(name, Path(name).parent, shipped, lines), data, schema_needed=True)
 
 
 def _read_named(ref: str, asked_by: RuleSource, folder: Path) -> ListSet:
@@ -67,16 +113,14 @@ def _read_pyproject(path: Path) -> ListSet | None:
         return None
     try:
         raw = path.read_bytes()
-        # An error in a file that never mentions autoamp is not ours to report.
-        data, lines = parse_toml(raw if b"autoamp" in raw else b"")
-    except TomlError as error:
-        raise ListFileError(str(error), str(path), error.line) from error
     except PermissionError:
         return None
     except OSError as error:
         raise ListFileError(
             f"cannot be read ({error}); run in another folder, or repair the file", str(path)
         ) from error
+    # An error in a file that never mentions autoamp is not ours to report.
+    data, lines = parse_toml(raw if b"autoamp" in raw else b"", str(path))
     tool = data.get("tool")
     if not isinstance(tool, dict) or (table := tool.get("autoamp")) is None:
         return None
@@ -232,7 +276,7 @@ def load_table(
 def package_tables() -> list[tuple[PackageList, CastTable]]:
     """Return the lists that installed packages ship. One that cannot be used is warned of, and left out."""
     found = []
-    for package in find_package_lists():
+    for package in find_package_lists(tuple(sys.path)):
         try:
             found.append((package, _read_package(package)))
         except ListFileError as error:
@@ -246,9 +290,9 @@ def _read_package(package: PackageList) -> CastTable:
         path = package.file
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
-        remedy = f"put an autoamp.toml into the folder of the package that the entry point of {GROUP!r} names"
-        raise ListFileError(f"{package.package!r} has no list file ({error}); {remedy}", GROUP) from error
-    found = _checked_shipped(raw, str(path))
+        remedy = f"put an autoamp.toml into the folder of the package that the entry point of {_GROUP!r} names"
+        raise ListFileError(f"{package.package!r} has no list file ({error}); {remedy}", _GROUP) from error
+    found = _checked(raw, str(path), True)
     if found.extends is not None:
         fail(found.source.at("extends"), "a package's list cannot have `extends`; remove it")
     own = (f"{package.library}.", "torch.ops.")

@@ -1,8 +1,13 @@
-"""The content of one list to rules: its keys, entries and limits are checked, and errors name the line."""
+"""The content of one list to rules: its keys, entries and limits are checked, and errors name the line.
+
+`tomllib` reads the values of a file, and `TomlLines` finds the line of each key and string.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +23,12 @@ from autoamp.rules.table import (
     RuleSource,
     is_version_limit,
 )
-from autoamp.rules.toml_lines import TomlLines
+
+_TOKEN = re.compile(
+    r"""(?P<text>\"{3}(?:[^\\]|\\.)*?\"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')
+      |(?P<mark>[\[\]{}=,.\n])|(?P<word>[^\s\[\]{}=,."'\#]+)|(?P<comment>\#[^\n]*)""",
+    re.VERBOSE | re.DOTALL,
+)
 
 SCHEMA = 1
 # Written down here, since lists are read without importing torch.
@@ -48,6 +58,77 @@ def choices(valid: Collection[str]) -> str:
 def fail(origin: RuleSource, message: str) -> NoReturn:
     """Raise the ListFileError for what stands at ``origin``."""
     raise ListFileError(message, origin.path, origin.line)
+
+
+class TomlLines:
+    """The lines of a TOML text that `tomllib` has accepted. All lines are 1-based.
+
+    Attributes:
+        keys: The line of each key or table, by its path.
+        items: The lines of the strings of each array, by its path.
+        comments: The comment at the end of each line that has one, or on a line of its own, without its ``#``.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.keys: dict[tuple[str, ...], int] = {}
+        self.items: dict[tuple[str, ...], list[int]] = {}
+        self.comments: dict[int, str] = {}
+        # The table that a header has begun, the parts of the key that is read, and the path of its value.
+        table: tuple[str, ...] = ()
+        key: list[str] = []
+        path = table
+        # The brackets that are open, each with the path of what it contains.
+        opened: list[tuple[str, tuple[str, ...]]] = []
+        in_key, line, end = True, 1, 0
+        for match in _TOKEN.finditer(text):
+            line += text.count("\n", end, match.start())
+            end, token, kind = match.start(), match.group(), match.lastgroup
+            bracket, around = opened[-1] if opened else ("", table)
+            if kind == "comment":
+                self.comments[line] = token.lstrip("#").strip()
+            elif in_key and kind != "mark":
+                key.append(str(tomllib.loads(f"key = {token}")["key"]) if kind == "text" else token)
+            elif in_key and (token == "=" or (token == "]" and key)):
+                path = around if token == "=" else ()
+                for part in key:
+                    path = (*path, part)
+                    self.keys.setdefault(path, line)
+                table, key, in_key = path if token == "]" else table, [], token == "]"
+            elif in_key and token != "}":
+                continue
+            elif kind == "text" and bracket == "[":
+                self.items.setdefault(around, []).append(line)
+            elif token in ("[", "{"):
+                opened.append((token, around if bracket == "[" else path))
+                in_key = token == "{"
+            elif token in ("]", "}"):
+                opened.pop()
+                in_key = False
+            elif (token == "," and bracket == "{") or (token == "\n" and not bracket):
+                in_key = True
+
+    def get(self, path: tuple[str, ...], item: int | None = None) -> int | None:
+        """Return the line of a key, or of the string number `item` in its array; None where there is no such key."""
+        items = self.items.get(path, [])
+        return items[item] if item is not None and item < len(items) else self.keys.get(path)
+
+
+def parse_toml(raw: bytes, name: str) -> tuple[dict[str, Any], TomlLines]:
+    """Return the content of a TOML file, and the lines of its keys and strings.
+
+    Raises:
+        ListFileError: The bytes are not UTF-8, not TOML, or nested too deep to read.
+    """
+    try:
+        text = raw.decode("utf-8").removeprefix("\ufeff")
+        return tomllib.loads(text), TomlLines(text)
+    except UnicodeDecodeError as error:
+        raise ListFileError(f"not UTF-8: {error.reason}", name, raw.count(b"\n", 0, error.start) + 1) from error
+    except (ValueError, RecursionError) as error:
+        found = re.search(r"\(at line (\d+)", str(error))
+        line = int(found[1]) if found else text.count("\n") + 1 if "end of document" in str(error) else None
+        message = f'not valid TOML: {error}; names are in quotes, as in fp32 = ["softmax"]'
+        raise ListFileError(message, name, line) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +177,11 @@ class ListSet:
         for key in data:
             if key not in valid:
                 fail(source.at(str(key)), f"unknown key {key!r}; {did_you_mean(key, valid)} Valid: {choices(valid)}")
-        self._check_schema(data, schema_needed)
+        schema = data.get("schema", None if schema_needed else SCHEMA)
+        if type(schema) is not int or schema != SCHEMA:
+            unknown = f"schema={schema!r} ({type(schema).__name__}) is unknown; this version reads 'schema = {SCHEMA}'"
+            missing = f"the key 'schema' is missing; begin the file with 'schema = {SCHEMA}'"
+            fail(source.at("schema"), unknown if "schema" in data else missing)
         self._seen: dict[str, CastRule] = {}
         for key, policy in _ARRAYS:
             if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
@@ -108,19 +193,20 @@ class ListSet:
         for target, remedy in self._entries(data, "banned"):
             origin = source.at("banned", target)
             self._add_rule(CastRule(target, CastPolicy.BANNED, origin, remedy, source.remark(origin)))
-        self._limit_versions(data)
-        self._limit_devices(data)
+        for target, versions, origin in self._limits(data, "versions"):
+            if not is_version_limit(versions):
+                fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
+            self._seen[target] = replace(self._seen[target], versions=versions)
+        for target, devices, origin in self._limits(data, "devices"):
+            types = tuple(part.strip() for part in devices.split(","))
+            if not DEVICE_TYPES.issuperset(types):
+                remedy = f"write one of {choices(sorted(DEVICE_TYPES))}, or several with commas between"
+                fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
+            self._seen[target] = replace(self._seen[target], devices=types)
         rules = sorted(self._seen.values(), key=lambda rule: not rule.bare)
         self.own = CastTable(tuple(rules), tuple(self._module_rules(data)), (source.name,))
         self.extends = self._strings(data, "extends", lone=True) if "extends" in data else None
         self.lists = self._strings(data, "lists", lone=True)
-
-    def _check_schema(self, data: Mapping[str, object], needed: bool) -> None:
-        schema = data.get("schema", None if needed else SCHEMA)
-        if type(schema) is not int or schema != SCHEMA:
-            unknown = f"schema={schema!r} ({type(schema).__name__}) is unknown; this version reads 'schema = {SCHEMA}'"
-            missing = f"the key 'schema' is missing; begin the file with 'schema = {SCHEMA}'"
-            fail(self.source.at("schema"), unknown if "schema" in data else missing)
 
     def _strings(
         self, data: Mapping[str, object], key: str, *, lone: bool = False, above: tuple[str, ...] = ()
@@ -157,25 +243,13 @@ class ListSet:
                     origin = self.source.at("none", reason, item=item)
                     yield CastRule(target, CastPolicy.NONE, origin, reason=reason)
 
-    def _limit_versions(self, data: Mapping[str, object]) -> None:
-        for target, versions in self._entries(data, "versions"):
-            origin = self.source.at("versions", target)
+    def _limits(self, data: Mapping[str, object], key: str) -> Iterator[tuple[str, str, RuleSource]]:
+        """Yield the entries of the table `[versions]` or `[devices]`, whose names have rules, and where they stand."""
+        for target, limit in self._entries(data, key):
+            origin = self.source.at(key, target)
             if target not in self._seen:
-                fail(origin, f"{target!r} under versions has no rule here; {did_you_mean(target, self._seen)}")
-            if not is_version_limit(versions):
-                fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
-            self._seen[target] = replace(self._seen[target], versions=versions)
-
-    def _limit_devices(self, data: Mapping[str, object]) -> None:
-        for target, devices in self._entries(data, "devices"):
-            origin = self.source.at("devices", target)
-            if target not in self._seen:
-                fail(origin, f"{target!r} under devices has no rule here; {did_you_mean(target, self._seen)}")
-            types = tuple(part.strip() for part in devices.split(","))
-            if not DEVICE_TYPES.issuperset(types):
-                remedy = f"write one of {choices(sorted(DEVICE_TYPES))}, or several with commas between"
-                fail(origin, f"{target!r} under devices has {devices!r}; {remedy}")
-            self._seen[target] = replace(self._seen[target], devices=types)
+                fail(origin, f"{target!r} under {key} has no rule here; {did_you_mean(target, self._seen)}")
+            yield target, limit, origin
 
     def _fail_type(self, key: str, wanted: str, value: object, origin: RuleSource) -> NoReturn:
         fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
