@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from autoamp.casting.cache import CastCache, cast_for_any_mode, is_cacheable
-from autoamp.casting.casters import CastArgs, cast_call, dtype_with_sparse
-from autoamp.casting.casts import CastState
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, LayOut, flat_layout, flatten_weights, lay_out_for_cudnn
-from autoamp.casting.threads import Switches, ThreadState, Token, TracedMode
+from autoamp.casting.casts import CastArgs, CastState, cast_call, dtype_with_sparse
+from autoamp.casting.flat_weights import RECURRENT_LAYERS, flat_layout, flatten_weights
+from autoamp.casting.threads import ThreadState, Token, TracedMode
 
 __all__ = [
     "RECURRENT_LAYERS",
     "CastArgs",
     "CastCache",
     "CastState",
-    "LayOut",
-    "Switches",
     "ThreadState",
     "Token",
     "TracedMode",
@@ -24,5 +21,4 @@ __all__ = [
     "flat_layout",
     "flatten_weights",
     "is_cacheable",
-    "lay_out_for_cudnn",
 ]

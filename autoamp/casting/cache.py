@@ -94,7 +94,7 @@ class CastCache:
         """Return ``convert(parameter)``, or the kept cast where it is still valid.
 
         The cast is kept where that is possible. Most callers come here from a parameter's second use on, and at the
-        first call ``convert`` themselves: see `ThreadState.entries`.
+        first call ``convert`` themselves: see `ThreadState.param_casts`.
 
         Args:
             parameter: fp32, of any shape.
@@ -105,12 +105,24 @@ class CastCache:
         if self.pins and not (grad and parameter.requires_grad) and tracing_state() is None:
             pin = self.pins.get(id(parameter))
             if pin is not None:
-                return _pinned_cast(pin, parameter, convert)
+                if pin.kept is None or pin.kept[0]._version != pin.kept[1]:
+                    cast = cast_for_any_mode(parameter, convert)
+                    if cast is parameter or not is_cacheable(cast):
+                        return cast
+                    pin.kept = cast, cast._version
+                return pin.kept[0]
         param_casts = self.local.param_casts
         if param_casts is None:
             return convert(parameter)
         entry = param_casts.get(id(parameter))
-        if entry is not None and _is_valid(entry) and _is_usable(entry[1], parameter, grad):
+        if (
+            entry is not None
+            and _is_valid(entry)
+            and entry[1].requires_grad is (grad and parameter.requires_grad)
+            # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
+            and not is_transformed(entry[1])
+            and (not entry[1].is_inference() or torch.is_inference_mode_enabled())
+        ):
             return entry[1]
         cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
         if cast is not parameter:
@@ -160,26 +172,6 @@ def _is_valid(kept: KeptCast) -> bool:
     """Whether neither the source nor the cast was written to, as far as torch records it."""
     source, cast, version, cast_version, address, _ = kept
     return source._version == version and cast._version == cast_version and source.data_ptr() == address
-
-
-def _is_usable(cast: Tensor, source: Tensor, grad: bool) -> bool:
-    """Whether a kept cast may be used with gradients on or off as given, and in the inference mode of now."""
-    return (
-        cast.requires_grad is (grad and source.requires_grad)
-        # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
-        and not is_transformed(cast)
-        and (not cast.is_inference() or torch.is_inference_mode_enabled())
-    )
-
-
-def _pinned_cast(pin: _Pin, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the kept cast of a pinned parameter if nobody wrote to it; else cast it, and keep a cast that lasts."""
-    if pin.kept is not None and pin.kept[0]._version == pin.kept[1]:
-        return pin.kept[0]
-    cast = cast_for_any_mode(parameter, convert)
-    if cast is not parameter and is_cacheable(cast):
-        pin.kept = cast, cast._version
-    return cast
 
 
 def is_cacheable(cast: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,18 @@ from autoamp.torch_private import flatten_recurrent_weights
 RECURRENT_LAYERS = {torch.gru: "GRU", torch.lstm: "LSTM", torch.rnn_relu: "RNN_RELU", torch.rnn_tanh: "RNN_TANH"}
 """Torch's name of the kind of layer, by op, which `torch._VF` has too."""
 
-LayOut = Callable[[Sequence[Tensor], str, int, bool, bool], object]
-"""Moves the weights of a recurrent layer to one flat tensor.
-
-It takes the weights in the order of the op's argument, the kind of layer, how many layers there are, whether each goes
-in both directions, and whether the batch is the first dimension of the input.
-"""
-
 
 @torch.no_grad()
-def lay_out_for_cudnn(weights: Sequence[Tensor], kind: str, count: int, bidirectional: bool, batch_first: bool) -> None:
-    """Move the weights of a recurrent layer to one flat tensor, in cuDNN's layout; arguments as `LayOut` says."""
+def lay_out(weights: Sequence[Tensor], kind: str, count: int, bidirectional: bool, batch_first: bool) -> None:
+    """Move the weights of a recurrent layer to one flat tensor, in cuDNN's layout.
+
+    Args:
+        weights: In the order of the op's argument.
+        kind: The kind of layer, as in `RECURRENT_LAYERS`.
+        count: How many layers there are.
+        bidirectional: Whether each goes in both directions.
+        batch_first: Whether the batch is the first dimension of the input.
+    """
     assert flatten_recurrent_weights is not None
     # Of a layer in one direction: two or three with a projection, and two biases.
     each = len(weights) // (count * (2 if bidirectional else 1))
@@ -40,16 +41,15 @@ def lay_out_for_cudnn(weights: Sequence[Tensor], kind: str, count: int, bidirect
 
 @functools.cache
 def flat_layout(
-    lay_out: LayOut, dtype: torch.dtype, device: torch.device, shapes: tuple[torch.Size, ...], *layer: Any
+    dtype: torch.dtype, device: torch.device, shapes: tuple[torch.Size, ...], *layer: Any
 ) -> tuple[int, tuple[int, ...]]:
     """Return how many elements the flat tensor of a recurrent layer has, and where in it each weight begins.
 
     Args:
-        lay_out: Moves weights, here empty ones.
         dtype: The dtype of the weights.
         device: Their device.
         shapes: Their shapes.
-        layer: The further arguments of ``lay_out``.
+        layer: The further arguments of `lay_out`, which moves empty weights here.
     """
     weights = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     lay_out(weights, *layer)
@@ -57,23 +57,17 @@ def flat_layout(
     return size, tuple(int(weight.storage_offset()) for weight in weights)
 
 
-def flatten_weights(
-    module: RNNBase, lay_out: LayOut = lay_out_for_cudnn, takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable
-) -> None:
+def flatten_weights(module: RNNBase) -> None:
     """Move a recurrent layer's weights into one flat tensor, as cuDNN takes them. The parameters stay the same objects.
 
     `RNNBase.flatten_parameters` does so for other dtypes. It leaves bf16 alone, which cuDNN takes too, and would copy
     at each call. Where cuDNN would not take the weights they stay as they are.
-
-    Args:
-        module: The layer.
-        lay_out: Moves the weights.
-        takes: Tells whether cuDNN takes a weight.
     """
     module.flatten_parameters()
     weights: list[Any] = module._flat_weights
     if (
-        all(type(weight) is Parameter and weight.dtype is torch.bfloat16 and takes(weight) for weight in weights)
+        all(type(weight) is Parameter and weight.dtype is torch.bfloat16 for weight in weights)
+        and all(map(torch.cudnn_is_acceptable, weights))
         and len({weight.device for weight in weights}) == 1
         # A weight that stands in two places cannot lie in both.
         and len({weight.data_ptr() for weight in weights}) == len(weights)

@@ -21,9 +21,6 @@ Of a parameter that is its storage, referenced so that its address is not used a
 brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
 """
 
-Switches = tuple[Any, bool]
-"""The values of `ThreadMode.on` and `ThreadMode.forced_off`, as `ThreadState.set` takes them."""
-
 Token = tuple[Any, bool | None]
 """What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
 
@@ -103,10 +100,6 @@ def _set_traced(state: ThreadState, on: Any, forced_off: bool | None = None) -> 
     traced.autoamp_set(on, forced_off)
 
 
-def _reset_traced(state: ThreadState, token: Any) -> None:
-    state.traced.autoamp_reset()
-
-
 class ThreadState(threading.local):
     """What differs by thread, of one handle.
 
@@ -168,7 +161,7 @@ class ThreadState(threading.local):
         self._put(on, forced_off)
         return token
 
-    @trace_as(_reset_traced)
+    @trace_as(lambda state, token: state.traced.autoamp_reset())
     def reset(self, token: Token) -> None:
         """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
         self._put(*token)

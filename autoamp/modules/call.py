@@ -134,7 +134,7 @@ class ModuleCalls(Subscriber):
 
     def runs_later(self, function: Any) -> Any:
         """Return a function that casts as this thread does now."""
-        return self.casts.remembered(function)
+        return self.casts.local.with_mode(function, *self.casts.mode())
 
     def function_called(self, context: Any) -> None:
         """Note how this thread casts in the forward of a custom function."""

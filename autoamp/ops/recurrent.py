@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from autoamp.casting import RECURRENT_LAYERS, CastState, LayOut, flat_layout, lay_out_for_cudnn
+from autoamp.casting import RECURRENT_LAYERS, CastState, flat_layout
 from autoamp.patching import imitate
 from autoamp.torch_private import is_intercepted, is_transformed
 
@@ -43,19 +43,12 @@ class _FlatCopy(torch.autograd.Function):
         return None, None, *wide
 
 
-def build_recurrent(
-    original: Any,
-    casts: CastState,
-    lay_out: LayOut = lay_out_for_cudnn,
-    takes: Callable[[Tensor], bool] = torch.cudnn_is_acceptable,
-) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+def build_recurrent(original: Any, casts: CastState) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """Build the way of one of `RECURRENT_LAYERS` under the policy fp16, on CUDA.
 
     Args:
         original: One of `RECURRENT_LAYERS`.
         casts: The casts of the handle.
-        lay_out: Moves weights to one flat tensor.
-        takes: Tells whether cuDNN takes an input.
     """
     kind = RECURRENT_LAYERS[original]
 
@@ -69,11 +62,11 @@ def build_recurrent(
         if not _can_lie_in_one(casts, weights, count * (2 if bidirectional else 1)):
             return NotImplemented
         given = casts.args_to_half(args[:place])
-        if given[0].dtype is not casts.dtype or not takes(given[0]):
+        if given[0].dtype is not casts.dtype or not torch.cudnn_is_acceptable(given[0]):
             return NotImplemented
         shapes = tuple(weight.shape for weight in weights)
         layer = kind, count, bidirectional, not packed and bool(args[8])
-        layout = flat_layout(lay_out, casts.dtype, weights[0].device, shapes, *layer)
+        layout = flat_layout(casts.dtype, weights[0].device, shapes, *layer)
         return original(*given, _narrowed(casts, weights, layout), *args[place + 1 :])
 
     return run

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from autoamp.casting import flat_layout
 
 SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
 
@@ -31,6 +34,14 @@ def lay_out(weights: Sequence[Tensor], *layer: Any) -> None:
     for weight in sorted(weights, key=Tensor.dim):
         weight.data = flat[start : start + weight.numel()].view(weight.shape).copy_(weight.detach())
         start += weight.numel() + 2
+
+
+def pretend_cudnn(monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
+    """Let cuDNN take all tensors, or none, and have the layout of `lay_out`."""
+    LAYOUTS.clear()
+    flat_layout.cache_clear()
+    monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda _: takes)
+    monkeypatch.setattr("autoamp.casting.flat_weights.lay_out", lay_out)
 
 
 def in_one_tensor(weights: Sequence[Tensor]) -> bool:

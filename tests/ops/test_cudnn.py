@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 import autoamp
-from autoamp.casting import RECURRENT_LAYERS, CastState, flat_layout
+from autoamp.casting import RECURRENT_LAYERS, CastState
 from autoamp.ops.recurrent import build_recurrent
-from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, lay_out
+from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, pretend_cudnn
 
 
 def op_of(model: nn.RNNBase) -> Any:
@@ -20,8 +20,6 @@ def op_of(model: nn.RNNBase) -> Any:
 
 
 def started(half: torch.dtype) -> CastState:
-    LAYOUTS.clear()
-    flat_layout.cache_clear()
     casts = CastState(half, "cpu")
     casts.open()
     return casts
@@ -36,7 +34,8 @@ class Spy:
         self.general: list[list[Tensor]] = []
         self.weights: list[list[Tensor]] = []
         self.op = op_of(model)
-        run = build_recurrent(self, casts, lay_out, lambda _: takes)
+        pretend_cudnn(monkeypatch, takes)
+        run = build_recurrent(self, casts)
 
         def replacement(*args: Any) -> Any:
             result = run(args, {})
@@ -148,8 +147,9 @@ def test_weights_are_cast_one_by_one_where_there_is_nothing_to_lay_out(monkeypat
     assert not LAYOUTS
 
 
-def test_a_compiler_traces_no_flat_copy() -> None:
-    run = build_recurrent(torch.gru, started(torch.bfloat16), lay_out, lambda _: True)
+def test_a_compiler_traces_no_flat_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cudnn(monkeypatch)
+    run = build_recurrent(torch.gru, started(torch.bfloat16))
     weights = list(nn.GRU(5, 6).parameters())
 
     def declined(x: Tensor) -> tuple[Tensor, bool]:
