@@ -181,9 +181,9 @@ class CastState:
         self.warned: set[str] = set()
         self.yielded_to: str | None = None
         self.own_dtypes: Counter[torch.dtype] = Counter()
-        self.narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
+        narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         self.explain: Callable[[Exception], None] = lambda error: None
-        self.args_to_half = build_caster(dtype, self.narrow, device_type, self.cache)
+        self.args_to_half = build_caster(dtype, narrow, device_type, self.cache)
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)
 
     def open(self) -> None:

@@ -48,7 +48,7 @@ TESTS = {
     "casting": [
         "tests/casting",
         "tests/property/test_casts.py",
-        "tests/inference",
+        "tests/test_inference.py",
         "tests/integration/test_stale_cache.py",
         "tests/modules/test_recompute.py",
         "tests/modules/test_scope.py",
@@ -56,7 +56,7 @@ TESTS = {
     "ops": [
         "tests/ops",
         "tests/property/test_casts.py",
-        "tests/inference",
+        "tests/test_inference.py",
         "tests/integration/test_compilers.py::test_ops_that_torch_does_not_compile_are_not_compiled_by_themselves",
     ],
     "scaling": [
