@@ -1,11 +1,15 @@
-"""Functions within which CUDA's autocast casts, later and less than a cast of their arguments would.
+"""What runs under torch's own autocast, for one call: composite functions, and TorchScript.
 
-Under the policies fp32 and promote they run with torch's autocast on for the one call, as they do under
-`torch.autocast`.
+CUDA's autocast casts within some functions, later and less than a cast of their arguments would. And compiled code of
+TorchScript calls ops below the functions that are replaced. A graph whose casts are decided runs as it is: one that was
+traced in this process, or that casts the second operand of a product to half itself, such as a weight. A trace does
+that, also one that was saved and loaded.
 """
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +18,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import CastState
+from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
+
+# The numbers of fp16 and bf16 in TorchScript.
+_HALF_NUMBERS = (5, 15)
+_PRODUCT = re.compile("aten::(_?conv|linear|matmul|bilinear|(add|badd|b|addb)?mm$|(add)?mv$)|prim::ListConstruct")
 
 
 def ops_named(*names: str) -> frozenset[Any]:
@@ -79,3 +88,37 @@ def run_in_autocast(
         torch.set_autocast_enabled(device_type, False)
         torch.set_autocast_cache_enabled(cached)
         torch.set_autocast_dtype(device_type, before)
+
+
+def build_script_call(original: Any, casts: CastState) -> Any:
+    """Build the replacement of the ``__call__`` of compiled functions or methods."""
+    # A module keeps its compiled methods.
+    known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not casts.wants(args, kwargs) or casts.autocast_rules():
+            return original(self, *args, **kwargs)
+        if self not in known:
+            known[self] = _is_decided(self)
+        if known[self]:
+            return original(self, *args, **kwargs)
+        return run_in_autocast(casts, original, (self, *args), kwargs)
+
+    return imitate(call, original, "torch", "ScriptMethod.__call__")
+
+
+def _is_decided(code: Any) -> bool:
+    """Whether the casts in a compiled method or function are decided already."""
+    graph = code.inlined_graph
+    # The tracer alone knows the dtypes of values.
+    # Frozen weights are constants, whose dtypes are known too.
+    nodes = (node for node in graph.nodes() if node.kind() != "prim::Constant")
+    if any(value.isCompleteTensor() for node in nodes for value in node.outputs()):
+        return True
+    casts = (node for node in graph.findAllNodes("aten::to") if _is_half(node.inputsAt(1).toIValue()))
+    uses = (use for node in casts for use in node.output().uses())
+    return any(use.offset > 0 and _PRODUCT.match(use.user.kind()) for use in uses)
+
+
+def _is_half(dtype: Any) -> bool:
+    return type(dtype) is int and dtype in _HALF_NUMBERS

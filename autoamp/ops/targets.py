@@ -14,7 +14,7 @@ import torch
 
 from autoamp.errors import ListFileError, PatchError, kind_of
 from autoamp.patching import explain_missing, original_of, resolve, spelled_out
-from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names
+from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names, fail
 from autoamp.torch_private import RECURRENT
 
 _Find = Callable[[str], Any]
@@ -109,30 +109,24 @@ def expand(table: CastTable) -> Expansion:
             have, unless the rule stands in a shipped list set.
     """
     rules = tuple(rule for rule in table.rules if admits_version(rule.versions, torch.__version__))
-    table = replace(table, rules=rules)
-    lacking = check_bare_names(table, known_ops())
+    lacking = check_bare_names(replace(table, rules=rules), known_ops())
     # A rule to leave an op alone needs no report where torch lacks the op.
     skipped = [rule for rule in lacking if rule.policy is not CastPolicy.NONE]
-    lacking_targets = {rule.target for rule in lacking}
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
     spaces = [(namespace, _finder(namespace)) for namespace in (*_NAMESPACES, RECURRENT)]
-    for rule in table.rules:
-        if rule.target in lacking_targets:
-            continue
-        if rule.policy is CastPolicy.NONE and rule.bare and patched.isdisjoint(_names(rule.target)):
-            continue
-        if rule.bare:
-            found: tuple[Target, ...] | None = tuple(_spellings(rule, spaces))
-        else:
+    for rule in rules:
+        found: tuple[Target, ...] | None = ()
+        if not rule.bare:
             try:
                 found = locate(rule)
             except ListFileError:
                 if not rule.origin.shipped:
                     raise
                 skipped.append(rule)
-                continue
+        elif rule.policy is not CastPolicy.NONE or not patched.isdisjoint(_names(rule.target)):
+            found = tuple(_spellings(rule, spaces))
         if found is None:
             deferred.append(rule)
             continue
@@ -156,12 +150,12 @@ def locate(rule: CastRule) -> tuple[Target, ...] | None:
     """
     try:
         found = resolve(rule.target)
-    except PatchError as error:
-        raise ListFileError(f"{rule.target!r} names nothing: {explain_missing(rule.target)}", *_where(rule)) from error
+    except PatchError:
+        fail(rule.origin, f"{rule.target!r} names nothing: {explain_missing(rule.target)}")
     if found is None:
         whole = spelled_out(rule.target)
         if whole is not None:
-            raise ListFileError(f"{rule.target!r} names nothing; did you mean {whole!r}?", *_where(rule))
+            fail(rule.origin, f"{rule.target!r} names nothing; did you mean {whole!r}?")
         return None
     parent, attribute, _ = found
     return (target_at(parent, attribute, rule),)
@@ -177,22 +171,16 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
     found = inspect.getattr_static(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
     original = original_of(found)
     if isinstance(original, type):
-        parent, attribute, original = _method_of(original, rule)
+        parent = original
+        if not issubclass(parent, (torch.nn.Module, torch.autograd.Function)):
+            remedy = "of classes only an nn.Module or an autograd.Function can be listed"
+            fail(rule.origin, f"{rule.target!r} is a class; {remedy}")
+        attribute = "forward" if issubclass(parent, torch.nn.Module) else "apply"
+        original = original_of(inspect.getattr_static(parent, attribute))
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
-        message = f"{rule.target!r} is {kind_of(original)}; name a function or a method"
-        raise ListFileError(message, *_where(rule))
+        fail(rule.origin, f"{rule.target!r} is {kind_of(original)}; name a function or a method")
     in_torch = any(parent is namespace for namespace in (*_NAMESPACES, RECURRENT))
     return Target(parent, attribute, original, rule, _functional(_finder(parent), attribute) if in_torch else None)
-
-
-def _method_of(cls: type, rule: CastRule) -> tuple[type, str, Any]:
-    """Return the class, the name of the method that a rule on it means, and that method, unpatched."""
-    for base, method in ((torch.nn.Module, "forward"), (torch.autograd.Function, "apply")):
-        if issubclass(cls, base):
-            return cls, method, original_of(inspect.getattr_static(cls, method))
-    raise ListFileError(
-        f"{rule.target!r} is a class; of classes only an nn.Module or an autograd.Function can be listed", *_where(rule)
-    )
 
 
 def _spellings(rule: CastRule, spaces: list[tuple[Any, _Find]]) -> Iterator[Target]:
@@ -249,11 +237,6 @@ def _functional(find: _Find, name: str) -> Any:
 def _names(bare: str) -> tuple[str, str]:
     """Return the names that a rule on a bare name covers: ``add`` and ``add_``, ``__add__`` and ``__iadd__``."""
     return bare, f"__i{bare[2:]}" if bare.startswith("__") else f"{bare}_"
-
-
-def _where(rule: CastRule) -> tuple[str, int | None]:
-    """Return the file and line of a rule, for an error."""
-    return rule.origin.path, rule.origin.line
 
 
 def owns_its_names(module_name: str) -> bool:
