@@ -82,11 +82,10 @@ class Unnoticed:
 
 def in_function_mode() -> bool:
     """Whether a `TorchFunctionMode` that is not `Unnoticed` intercepts calls of torch's functions."""
-    return _has_function_modes() and _has_others(_function_modes)
-
-
-def _has_others(modes: tuple[Any, ...]) -> bool:
-    return modes[0] is None or not all(isinstance(mode, Unnoticed) for mode in modes[0]())
+    if not _has_function_modes():
+        return False
+    modes = _function_modes[0]
+    return modes is None or not all(isinstance(mode, Unnoticed) for mode in modes())
 
 
 def insert_modes(*modes: Any) -> None:

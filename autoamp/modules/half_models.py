@@ -180,7 +180,7 @@ class CastModels(Subscriber):
         for model in models:
             tag = self.forward_dtypes.find(model)
             if tag is not None:
-                self.forward_dtypes.take(tag, model)
+                self.forward_dtypes.take(tag)
             if self._models.pop(model, None) in HALF_DTYPES:
                 self.cast(model, torch.float32)
                 del self._models[model]
@@ -209,22 +209,25 @@ class CastModels(Subscriber):
 
     def around_state_dict(self, original: Any) -> Any:
         """Return what gives the fp32 values of half models."""
-        models, depth = self, _Depth()
+        models, thread = self, threading.local()
 
         def state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
             # torch calls this anew for each child; the outermost call does the work, once.
-            if depth.value or not models._involves_halves(self):
+            if hasattr(thread, "is_within") or not models._involves_halves(self):
                 return original(self, *args, **kwargs)
-            depth.value = 1
+            thread.is_within = True
             try:
                 destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
                 others = set(destination or ())
                 state = original(self, *args, **kwargs)
             finally:
-                depth.value = 0
+                del thread.is_within
             wide = {prefix + name: values for name, _, values in models._wide_values(self)}
             for key in state.keys() - others:
-                state[key] = _widened(state[key], wide.get(key), keep_vars)
+                if key in wide:
+                    state[key] = wide[key] if keep_vars else wide[key].detach()
+                elif isinstance(state[key], Tensor) and state[key].dtype in HALF_DTYPES:
+                    state[key] = state[key].float()
             return state
 
         return state_dict
@@ -326,19 +329,6 @@ def _cast_dataclass(value: Any, convert: Callable[[Tensor], Any], other: Callabl
     return rebuilt
 
 
-class _Depth(threading.local):
-    """Whether this thread is within a call of ``state_dict``: 1, else 0."""
-
-    value = 0
-
-
 def _state_arguments(destination: Any = None, prefix: str = "", keep_vars: bool = False) -> tuple[Any, str, bool]:
     """Return the arguments of `torch.nn.Module.state_dict`, however they were passed."""
     return destination, prefix, keep_vars
-
-
-def _widened(value: Any, wide: Tensor | None, keep_vars: bool) -> Any:
-    """Return an entry of a state dict in fp32: ``wide``, where the entry has fp32 values, else the entry cast."""
-    if wide is not None:
-        return wide if keep_vars else wide.detach()
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value

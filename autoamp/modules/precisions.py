@@ -6,17 +6,17 @@ import difflib
 import fnmatch
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
-from autoamp.errors import ListFileError, PatchError, UsageError, warn_user
+from autoamp.errors import PatchError, UsageError, warn_user
 from autoamp.modules.tags import ModuleTags
 from autoamp.patching import explain_missing, resolve, spelled_out
-from autoamp.rules import ModulePrecision, ModuleRule, located
+from autoamp.rules import ModulePrecision, ModuleRule, fail, located
 
 _GLOB = frozenset("*?[")
 
@@ -27,36 +27,18 @@ class Override:
     Args:
         tags: Holds the precisions.
         precisions: The precision of each module; None for that of the lists.
-        undone: Called by `undo`, with this object.
     """
 
     def __init__(
-        self,
-        tags: ModuleTags[ModulePrecision | None],
-        precisions: Mapping[Module, ModulePrecision | None],
-        undone: Callable[[Override], None],
+        self, tags: ModuleTags[ModulePrecision | None], precisions: Mapping[Module, ModulePrecision | None]
     ) -> None:
         self._tags = tags
-        self._undone = undone
-        self._tagged = [
-            (weakref.ref(module, self._gone), tags.give(module, given)) for module, given in precisions.items()
-        ]
+        self._given = [tags.give(module, given) for module, given in precisions.items()]
 
     def undo(self) -> None:
         """Restore the precision of every module. Overrides may be undone in any order, and more than once."""
-        while self._tagged:
-            reference, tag = self._tagged.pop()
-            self._tags.take(tag, reference())
-        self._undone(self)
-
-    def _gone(self, _: object) -> None:
-        """Do as if this were undone once none of the modules exists; copies of them keep their precision."""
-        if not any(True for _ in self.modules()):
-            self._undone(self)
-
-    def modules(self) -> Iterator[Module]:
-        """Iterate over the modules that still exist."""
-        return (module for reference, _ in self._tagged if (module := reference()) is not None)
+        while self._given:
+            self._tags.take(self._given.pop())
 
     def __enter__(self) -> Override:
         return self
@@ -69,7 +51,6 @@ class ModulePrecisions:
     """Which modules run in a precision of their own: by class from the list, by instance through `Override`.
 
     Attributes:
-        any: Whether any module may have a precision of its own. Compiled code guards on it, as it does not on a dict.
         has_class_rules: Whether a list names classes: then each module's class is looked up at its calls.
         has_rules: Whether a list names paths or classes: then paths are looked up at the first call of a model.
     """
@@ -85,10 +66,13 @@ class ModulePrecisions:
         # Modules within which paths were looked up.
         self._searched: weakref.WeakSet[Module] = weakref.WeakSet()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
-        self._overrides: set[Override] = set()
         self._matched: set[ModuleRule] = set()
-        self.any = self.has_class_rules = bool(self._class_rules)
-        self.has_rules = bool(self._rules)
+        self.has_class_rules, self.has_rules = bool(self._class_rules), bool(self._rules)
+
+    @property
+    def any(self) -> bool:
+        """Whether any module may have a precision of its own."""
+        return self.has_class_rules or bool(self._tags.values)
 
     def get(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
@@ -103,11 +87,14 @@ class ModulePrecisions:
         Raises:
             UsageError: The precision is none of ``"fp32"``, ``"fp16"`` and ``"none"``.
         """
-        return self._override({module: _precision(precision)})
+        try:
+            return Override(self._tags, {module: ModulePrecision(precision)})
+        except ValueError:
+            raise UsageError(f"precision={precision!r} is unknown; choose 'fp32', 'fp16' or 'none'") from None
 
     def override_paths(self, model: Module) -> Override:
         """Give the submodules of ``model`` what the list's path patterns say, the later pattern over the earlier."""
-        return self._override(self._by_path(model))
+        return Override(self._tags, self._by_path(model))
 
     def begin_model(self, model: Module) -> None:
         """Give the submodules of an outermost module what the path patterns say, at its first call.
@@ -121,9 +108,9 @@ class ModulePrecisions:
         while inner is not None:
             model, wrapped = inner, isinstance(inner, (DataParallel, DistributedDataParallel))
             inner = model.module if wrapped else getattr(model, "_orig_mod", None)
-        found = self._by_path(model, warns=False)
-        if given := {module: found[module] for module in found if self._tags.find(module) is None}:
-            self._override(given)
+        for module, precision in self._by_path(model, warns=False).items():
+            if self._tags.find(module) is None:
+                self._tags.give(module, precision)
 
     def fp32_parts(self, model: Module) -> tuple[set[Module], dict[Module, bool]]:
         """Return what the list says of the modules of a model that is cast to half.
@@ -155,7 +142,13 @@ class ModulePrecisions:
             matched = fnmatch.filter(names, rule.pattern)
             chosen.update(dict.fromkeys(matched, _listed(rule)))
             self._matched.update([rule] if matched else [])
-            if warns and not matched and not self._names_a_class(rule, names.values()):
+            if matched or not warns:
+                continue
+            is_class = rule in self._class_rules and (
+                any(_is_named(type(module), rule.pattern) for module in names.values())
+                or _class_at(rule.pattern) is not None
+            )
+            if not is_class:
                 near = difflib.get_close_matches(rule.pattern, names, n=3)
                 warn_user(
                     f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
@@ -193,39 +186,15 @@ class ModulePrecisions:
         rules = [rule for rule in self._rules if fnmatch.fnmatch(path, rule.pattern)] or classes
         return located(rules[-1].origin) if rules else "an override or the opt level"
 
-    def undo_all(self) -> None:
-        """Undo every override that still stands."""
-        for override in list(self._overrides):
-            override.undo()
-
-    def undo_within(self, modules: Container[Module]) -> None:
-        """Undo the overrides that are about one of these modules."""
-        for override in list(self._overrides):
-            if any(module in modules for module in override.modules()):
-                override.undo()
+    def undo_all(self, modules: Container[Module] | None = None) -> None:
+        """Undo what overrides say of these modules, by default of all."""
+        self._tags.take_all(modules)
 
     def join(self, other: ModulePrecisions) -> None:
         """Let the overrides of another object be this one's too."""
         self._tags.join(other._tags)
-        other._overrides |= self._overrides
-        self._overrides, self.any = other._overrides, self.any or other.any
         self._matched |= other._matched
         self._checked = other._checked
-
-    def _override(self, precisions: Mapping[Module, ModulePrecision | None]) -> Override:
-        override = Override(self._tags, precisions, self._undone)
-        self._overrides.add(override)
-        self.any = True
-        return override
-
-    def _undone(self, override: Override) -> None:
-        self._overrides.discard(override)
-        self.any = self.has_class_rules or bool(self._tags.values)
-
-    def _names_a_class(self, rule: ModuleRule, modules: Iterable[Module]) -> bool:
-        if rule not in self._class_rules:
-            return False
-        return any(_is_named(type(module), rule.pattern) for module in modules) or _class_at(rule.pattern) is not None
 
     def _of_class(self, cls: type) -> ModulePrecision | None:
         if cls in self._by_class:
@@ -248,7 +217,7 @@ def check_module_rules(rules: Iterable[ModuleRule]) -> None:
     for rule in rules:
         wrong = None if _GLOB.intersection(rule.pattern) else _fault(rule.pattern)
         if wrong is not None:
-            raise ListFileError(f"{rule.pattern!r} under modules {wrong}", rule.origin.path, line=rule.origin.line)
+            fail(rule.origin, f"{rule.pattern!r} under modules {wrong}")
 
 
 def _fault(pattern: str, *, waits: bool = True) -> str | None:
@@ -276,19 +245,13 @@ def _fault(pattern: str, *, waits: bool = True) -> str | None:
         found = resolve(pattern)
     except PatchError:
         module = next(filter(None, (sys.modules.get(".".join(parts[:end])) for end in range(len(parts) - 1, 0, -1))))
-        return (
-            None if waits and _is_running(module) else f"names no class: {explain_missing(pattern, _is_module_class)}"
-        )
+        # The script itself, or an import that has not ended, may yet define it.
+        runs = getattr(module, "__name__", None) in ("__main__", "__mp_main__")
+        runs |= bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+        return None if waits and runs else f"names no class: {explain_missing(pattern, _is_module_class)}"
     # A submodule may not be imported yet.
     is_class = found is None or _is_module_class(found[2])
     return None if is_class else "is no class of modules: write one, such as 'torch.nn.BatchNorm2d'"
-
-
-def _is_running(module: Any) -> bool:
-    """Whether a module is still executed, so that it may yet define a class: the script itself, or an import."""
-    if getattr(module, "__name__", None) in ("__main__", "__mp_main__"):
-        return True
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def _is_module_class(value: Any) -> bool:
@@ -307,13 +270,6 @@ def _names_of_classes(base: type[Module]) -> set[str]:
 def _listed(rule: ModuleRule) -> ModulePrecision | None:
     # In a list "none" takes an earlier entry away: the module runs as the rest of the list says.
     return None if rule.precision is ModulePrecision.NONE else rule.precision
-
-
-def _precision(value: str) -> ModulePrecision:
-    try:
-        return ModulePrecision(value)
-    except ValueError:
-        raise UsageError(f"precision={value!r} is unknown; choose 'fp32', 'fp16' or 'none'") from None
 
 
 def _class_at(dotted: str) -> type | None:

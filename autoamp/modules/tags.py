@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
+from collections.abc import Container
 from typing import Any, Generic, TypeVar
 
 from torch.nn import Module
@@ -48,13 +49,15 @@ class ModuleTags(Generic[T]):
 
     def __init__(self) -> None:
         self.values: dict[str, T] = {}
+        # The modules that the tags were given to.
+        self._holders: dict[str, weakref.ref[Module]] = {}
 
     def give(self, module: Module, value: T) -> str:
         """Give a module a value, above those that it was given before, and return the tag, for `take`."""
         tag = _Tag(uuid.uuid4().hex)
         key = str(tag)
-        self.values[key] = value
-        weakref.finalize(tag, self.values.pop, key, None).atexit = False
+        self.values[key], self._holders[key] = value, weakref.ref(module)
+        weakref.finalize(tag, self.take, key).atexit = False
         vars(module)[TAGS] = (*vars(module).get(TAGS, ()), tag)
         return key
 
@@ -67,11 +70,19 @@ class ModuleTags(Generic[T]):
                 return tag
         return None
 
-    def take(self, tag: str, module: Module | None) -> None:
-        """Let a tag mean nothing any more, and the module, if it is still there, not carry it."""
+    def take(self, tag: str) -> None:
+        """Let a tag mean nothing any more, and the module that it was given to, if it is still there, not carry it."""
         self.values.pop(tag, None)
+        holder = self._holders.pop(tag, None)
+        module = None if holder is None else holder()
         if module is not None:
             self.remove(tag, module)
+
+    def take_all(self, modules: Container[Module] | None = None) -> None:
+        """Take the tags that these modules were given, by default those of all."""
+        for tag, holder in list(self._holders.items()):
+            if modules is None or holder() in modules:
+                self.take(tag)
 
     def remove(self, tag: str, module: Module) -> None:
         """Let a module not carry a tag any more. The module that it is a copy of keeps the tag and its meaning."""
@@ -84,4 +95,5 @@ class ModuleTags(Generic[T]):
     def join(self, other: ModuleTags[T]) -> None:
         """Share all values with other tags from now on."""
         self.values.update(other.values)
-        other.values = self.values
+        self._holders.update(other._holders)
+        other.values, other._holders = self.values, self._holders

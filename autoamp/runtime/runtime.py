@@ -186,7 +186,7 @@ class Runtime:
         # Parameters that these share with another half model stay half.
         shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
         params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
-        self.precisions.undo_within(modules)
+        self.precisions.undo_all(modules)
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
 
