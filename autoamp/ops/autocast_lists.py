@@ -15,6 +15,7 @@ import torch
 
 from autoamp.ops.targets import known_ops
 from autoamp.rules import CastPolicy, CastRule, CastTable
+from autoamp.tensors import iter_tensors
 from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations, schema_of
 
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
@@ -124,17 +125,13 @@ def _policy(op: Any, device_type: str) -> CastPolicy:
         first, _ = _casts(op, device_type, _HALF, _SINGLE)
         if first is _HALF:
             return CastPolicy.FP16
-        if first is _SINGLE and _casts(op, device_type, _HALF)[0] is None:
-            return CastPolicy.PROMOTE
-        # Some ops get a dtype instead of casts.
-        wide = first is _SINGLE or _SINGLE in _casts(op, device_type, _HALF)[1]
-        return CastPolicy.FP32 if wide else CastPolicy.NONE
-    except _RefusedError:
+        of_half, seen = _casts(op, device_type, _HALF)
+    except RuntimeError:
         return CastPolicy.BANNED
-
-
-class _RefusedError(Exception):
-    """Autocast raises an error for this operator."""
+    if first is _SINGLE and of_half is None:
+        return CastPolicy.PROMOTE
+    # Some ops get a dtype instead of casts.
+    return CastPolicy.FP32 if first is _SINGLE or _SINGLE in seen else CastPolicy.NONE
 
 
 class _StopError(Exception):
@@ -146,6 +143,9 @@ def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype
 
     Returns:
         The dtype of the first cast, None without one; and the dtypes of what the operator calls then.
+
+    Raises:
+        RuntimeError: Autocast refuses the operator.
     """
     first: list[torch.dtype] = []
     seen: set[torch.dtype] = set()
@@ -159,7 +159,9 @@ def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype
                 first.append(kwargs["dtype"])
             names = [argument.name for argument in schema_of(func).arguments]
             to_single = "half_to_float" in names and args[names.index("half_to_float")]
-            seen.update(_dtypes_in((args, kwargs)), (_SINGLE,) if to_single else ())
+            seen.update(one.dtype for one in iter_tensors((args, kwargs)))
+            seen.update(one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype))
+            seen.update([_SINGLE] if to_single else [])
             raise _StopError
 
     with FakeTensorMode():
@@ -172,19 +174,8 @@ def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype
         except RuntimeError as error:
             # Any other error is about these arguments, and comes after autocast's casts.
             if "unsafe to autocast" in str(error):
-                raise _RefusedError from error
+                raise
     return first[0] if first else None, seen
-
-
-def _dtypes_in(values: Any) -> Iterator[torch.dtype]:
-    """Yield the dtypes among nested arguments, and those of the tensors there."""
-    if isinstance(values, torch.dtype):
-        yield values
-    elif isinstance(values, torch.Tensor):
-        yield values.dtype
-    elif isinstance(values, (tuple, list, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
-            yield from _dtypes_in(value)
 
 
 def _arguments(op: Any, device_type: str, dtypes: Iterator[torch.dtype]) -> dict[str, Any]:

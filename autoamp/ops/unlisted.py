@@ -48,7 +48,8 @@ def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[A
     if casts.in_modules:
         for build, places in ((_redone, _REDONE), (_writing, _WRITING)):
             for owner, name in places:
-                yield owner, name, partial(_named, build, casts, owner, name)
+                names = ("torch", f"Tensor.{name}") if owner is Tensor else (owner.__name__, name)
+                yield owner, name, partial(build, casts=casts, names=names)
 
 
 def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> Any:
@@ -66,13 +67,7 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
     return imitate(get_fastpath_enabled, original)
 
 
-def _named(build: Callable[[Any, CastState], Any], casts: CastState, owner: Any, name: str, original: Any) -> Any:
-    """Build a replacement and give it the original's names."""
-    module, qualname = ("torch", f"Tensor.{name}") if owner is Tensor else (owner.__name__, name)
-    return imitate(build(original, casts), original, module, qualname)
-
-
-def _redone(original: Any, casts: CastState) -> Callable[..., Any]:
+def _redone(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
     """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32."""
     half = casts.dtype
 
@@ -87,10 +82,10 @@ def _redone(original: Any, casts: CastState) -> Callable[..., Any]:
             new, new_kwargs = map_tensors((args, kwargs), lambda one: one.float() if one.dtype is half else one)
             return original(*new, **new_kwargs)
 
-    return redone
+    return imitate(redone, original, *names)
 
 
-def _writing(original: Any, casts: CastState) -> Callable[..., Any]:
+def _writing(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
     """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it."""
     half, most = casts.dtype, torch.finfo(casts.dtype).max
     # An index is no value.
@@ -113,4 +108,4 @@ def _writing(original: Any, casts: CastState) -> Callable[..., Any]:
         values = [fit(tensor, value) for value in args[first:]]
         return original(tensor, *args[:first], *values, **{name: fit(tensor, one) for name, one in kwargs.items()})
 
-    return writing
+    return imitate(writing, original, *names)
