@@ -7,9 +7,8 @@ back when a module is imported.
 from __future__ import annotations
 
 from autoamp.patching.compilers import CompilerTables, traceable_method
-from autoamp.patching.imports import explain_missing, resolve, spelled_out, writing
-from autoamp.patching.marks import imitate, mark, name_by, original_of
-from autoamp.patching.patches import PatchSet, check_writable
+from autoamp.patching.names import explain_missing, resolve, spelled_out
+from autoamp.patching.patches import PatchSet, check_writable, imitate, mark, name_by, original_of, writing
 
 __all__ = [
     "CompilerTables",

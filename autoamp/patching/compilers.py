@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from autoamp import torch_private
-from autoamp.patching.marks import imitate, original_of
-from autoamp.patching.patches import PatchSet
+from autoamp.patching.patches import PatchSet, imitate, original_of
 from autoamp.torch_private import (
     STRICT_EXPORT,
     attribute_in_dynamo,

@@ -1,14 +1,16 @@
 """Attributes that are replaced, one by one or as a set, and put back exactly as they were.
 
-What is written is a plain function and not a wrapt proxy: `torch.compile` takes a proxy over a builtin for the builtin,
-and drops what the proxy adds.
+A replacement bears a mark that names its original, and the original's name and signature. It is a plain function and not
+a wrapt proxy: `torch.compile` takes a proxy over a builtin for the builtin, and drops what the proxy adds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,13 +20,88 @@ import torch
 import wrapt
 
 from autoamp.errors import PatchError
-from autoamp.patching.imports import watcher, writing
-from autoamp.patching.marks import below_restored, mark_of, original_of
 from autoamp.torch_private import disabled_by_dynamo
 
 log = logging.getLogger(__name__)
 
 _ABSENT: Any = object()
+
+writing = threading.RLock()
+"""Held by the one thread that writes patches: they are written to objects that the whole process shares."""
+
+_MARK = "__autoamp_original__"
+_MARKED_TYPES = (types.FunctionType, staticmethod, classmethod)
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A note on a replacement.
+
+    Attributes:
+        original: What it replaces.
+        bearer: The ``id`` of the replacement. On another function the mark is a copy, as `functools.wraps` makes it.
+        alive: Whether it is in place, from `PatchSet.replace` until its set takes it back.
+    """
+
+    original: Any
+    bearer: int
+    alive: bool = False
+
+
+def mark(replacement: Any, original: Any) -> Any:
+    """Mark a function, staticmethod or classmethod as the replacement of ``original``, and return it."""
+    setattr(replacement, _MARK, _Mark(original, id(replacement)))
+    return replacement
+
+
+def original_of(value: Any) -> Any:
+    """Return what a replacement of ours replaces, below all replacements; anything else is returned as it is."""
+    while (found := mark_of(value)) is not None:
+        value = found.original
+    return value
+
+
+def below_restored(value: Any) -> Any:
+    """Return what is below the replacements whose sets were restored, at most down to one whose set was not."""
+    while (found := mark_of(value)) is not None and not found.alive:
+        value = found.original
+    return value
+
+
+def mark_of(value: Any) -> _Mark | None:
+    """Return the mark of a replacement; None for anything else, such as a function that a mark was copied to."""
+    found = vars(value).get(_MARK) if type(value) in _MARKED_TYPES else None
+    return found if found is not None and found.bearer == id(value) else None
+
+
+def imitate(
+    replacement: Callable[..., Any], original: Any, module: str | None = None, qualname: str | None = None
+) -> Any:
+    """Give a replacement the original's name, docstring and signature, mark it with the original, and return it.
+
+    Args:
+        replacement: A function that is no other's replacement.
+        original: What it replaces.
+        module: The module by which a replacement of a builtin is pickled; by default the original's own. For an
+            original that is written in Python it is always that.
+        qualname: Its name in that module, by default the original's own.
+    """
+    functools.update_wrapper(replacement, original, assigned=("__doc__", "__name__"), updated=())
+    if isinstance(original, types.FunctionType):
+        module = qualname = None
+    replacement.__module__ = original.__module__ if module is None else module
+    replacement.__qualname__ = original.__qualname__ if qualname is None else qualname
+    return mark(replacement, original)
+
+
+def name_by(replacement: Any, module: str, qualname: str) -> None:
+    """Let a replacement be pickled by ``module`` and ``qualname``, unless its present names lead to it already."""
+    if isinstance(replacement, types.FunctionType):
+        found: Any = sys.modules.get(replacement.__module__)
+        for part in replacement.__qualname__.split("."):
+            found = getattr(found, part, None)
+        if found is not replacement:
+            replacement.__module__, replacement.__qualname__ = module, qualname
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +184,36 @@ def check_writable(parent: Any, attribute: str) -> None:
         patch.apply()
         if patch.previous is _ABSENT:
             patch.restore()
+
+
+class _ImportWatcher:
+    """Calls back when modules are imported. wrapt's hooks cannot be taken back, so a module has one at a time."""
+
+    def __init__(self) -> None:
+        # By the name of each module that has a hook.
+        self._waiting: dict[str, list[tuple[object, Callable[[types.ModuleType], None]]]] = {}
+
+    def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
+        """Call ``callback(module)`` once a module is imported, unless ``owner`` is forgotten or it is there already."""
+        with writing:
+            if module_name in sys.modules:
+                return
+            if module_name not in self._waiting:
+                wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
+            self._waiting.setdefault(module_name, []).append((owner, callback))
+
+    def forget(self, owner: object) -> None:
+        """Drop an owner's callbacks. The caller has `writing`."""
+        for module_name, waiting in self._waiting.items():
+            self._waiting[module_name] = [one for one in waiting if one[0] is not owner]
+
+    def _imported(self, module_name: str, module: types.ModuleType) -> None:
+        with writing:
+            for _, callback in self._waiting.pop(module_name, ()):
+                callback(module)
+
+
+watcher = _ImportWatcher()
 
 
 class PatchSet:

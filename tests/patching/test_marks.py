@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoamp.patching import PatchSet
-from autoamp.patching.marks import below_restored, imitate, mark, name_by, original_of
+from autoamp.patching.patches import below_restored, imitate, mark, name_by, original_of
 from tests.patching._shared import module_with, replacement_of
 
 

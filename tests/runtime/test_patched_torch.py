@@ -27,7 +27,7 @@ from torch.jit._builtins import _get_builtin_table
 
 import autoamp
 from autoamp.patching import original_of
-from autoamp.patching.marks import mark_of
+from autoamp.patching.patches import mark_of
 
 HALF = torch.float16
 LISTS: dict[str, Any] = {

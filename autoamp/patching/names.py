@@ -1,12 +1,9 @@
-"""Dotted names resolved without importing anything, and callbacks for modules that are imported later."""
+"""Dotted names resolved without importing anything, and what to say of those that do not exist."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import sys
-import threading
-import types
 from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
@@ -14,45 +11,7 @@ from typing import Any
 import wrapt
 
 from autoamp.errors import PatchError
-from autoamp.patching.marks import original_of
-
-writing = threading.RLock()
-"""Held by the one thread that writes patches: they are written to objects that the whole process shares."""
-
-
-class _ImportWatcher:
-    """Calls back when modules are imported. wrapt's hooks cannot be taken back, so a module has one at a time."""
-
-    def __init__(self) -> None:
-        self._armed: set[str] = set()
-        self._listeners: dict[str, dict[object, list[Callable[[types.ModuleType], None]]]] = {}
-
-    def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
-        """Call ``callback(module)`` once a module is imported, unless ``owner`` is forgotten or it is there already."""
-        with writing:
-            if module_name in sys.modules:
-                return
-            self._listeners.setdefault(module_name, {}).setdefault(owner, []).append(callback)
-            if module_name not in self._armed:
-                self._armed.add(module_name)
-                wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
-
-    def forget(self, owner: object) -> None:
-        """Drop an owner's callbacks. The caller has `writing`."""
-        for module_name, listeners in list(self._listeners.items()):
-            listeners.pop(owner, None)
-            if not listeners:
-                del self._listeners[module_name]
-
-    def _imported(self, module_name: str, module: types.ModuleType) -> None:
-        with writing:
-            self._armed.discard(module_name)
-            for callbacks in self._listeners.pop(module_name, {}).values():
-                for callback in callbacks:
-                    callback(module)
-
-
-watcher = _ImportWatcher()
+from autoamp.patching.patches import original_of
 
 
 def resolve(dotted: str) -> tuple[Any, str, Any] | None:
@@ -73,7 +32,13 @@ def resolve(dotted: str) -> tuple[Any, str, Any] | None:
     else:
         return None
     # A package that loads its submodules lazily would import one when it is asked for the attribute.
-    if parts[end] not in getattr(module, "__dict__", {}) and _has_submodule(module, parts[end]):
+    path = getattr(module, "__path__", None)
+    if (
+        path is not None
+        and parts[end] not in getattr(module, "__dict__", {})
+        # `importlib.util.find_spec` would import the package, and so wait for another thread that imports it just now.
+        and PathFinder.find_spec(f"{module.__name__}.{parts[end]}", path) is not None
+    ):
         return None
     try:
         parent, attribute, original = wrapt.resolve_path(module, ".".join(parts[end:]))
@@ -117,12 +82,3 @@ def explain_missing(dotted: str, admits: Callable[[Any], bool] = lambda value: T
     names = [name for name in dir(holder) if rest or admits(getattr(holder, name, None))]
     near = [repr(f"{path}.{name}{rest}") for name in difflib.get_close_matches(parts[end], names, n=3)]
     return f"{path} has no {parts[end]!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-
-
-def _has_submodule(module: Any, name: str) -> bool:
-    """Whether a package has a submodule, without importing it.
-
-    `importlib.util.find_spec` would import the package, and so wait for another thread that imports it just now.
-    """
-    path = getattr(module, "__path__", None)
-    return path is not None and PathFinder.find_spec(f"{module.__name__}.{name}", path) is not None
