@@ -1,7 +1,7 @@
 """Attributes that are replaced, one by one or as a set, and put back exactly as they were.
 
-A replacement bears a mark that names its original, and the original's name and signature. It is a plain function and not
-a wrapt proxy: `torch.compile` takes a proxy over a builtin for the builtin, and drops what the proxy adds.
+A replacement bears a mark that names its original, and the original's name and signature. It is a plain function and
+not a wrapt proxy: `torch.compile` takes a proxy over a builtin for the builtin, and drops what the proxy adds.
 """
 
 from __future__ import annotations
