@@ -163,7 +163,7 @@ class DistributedDataParallel(Module):
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
         self._enabled = True
-        self._forget_hooks()
+        self.__setstate__({})
         if self._grouped:
             _broadcast(module.parameters(), self)
             flat_dist_call([buffer.data for buffer in module.buffers()], dist.broadcast, (0,))
@@ -199,9 +199,6 @@ class DistributedDataParallel(Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._forget_hooks()
-
-    def _forget_hooks(self) -> None:
         # The number of the backward pass that the reduction is queued for. A pass that raised leaves its number here;
         # the next pass has another one.
         self._queued_for: int | None = None
@@ -223,25 +220,14 @@ class DistributedDataParallel(Module):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Reduce the gradients of all parameters for which some rank has one."""
-        self._queued_for = None
-        present = self._params_with_grads([param for param in self.module.parameters() if param.requires_grad])
-        wanted = [param for param, _ in present]
-        for param, dtype in present:
-            if param.grad is None:
-                # Another rank has one. This rank adds 0 to the sum.
-                param.grad = torch.zeros_like(param, dtype=dtype)
-            elif param.grad.dtype is not dtype:
-                param.grad = param.grad.to(dtype)
-        for bucket in split_by_type([param.grad for param in wanted if param.grad is not None]).values():
-            self._reduce_bucket(bucket)
-
-    def _params_with_grads(self, params: list[Tensor]) -> list[tuple[Tensor, torch.dtype]]:
-        """Return the parameters that have a gradient on some rank, each with the dtype in which all ranks reduce it.
+        """Reduce the gradients of all parameters for which some rank has one.
 
         A half parameter with an fp32 master may have a half gradient on one rank, and on another an fp32 one, where it
-        was added to an earlier gradient: fp32 is the dtype then. UsageError: a gradient is sparse on some rank.
+        was added to an earlier gradient: all ranks reduce it in fp32 then. UsageError: a gradient is sparse on some
+        rank.
         """
+        self._queued_for = None
+        params = [param for param in self.module.parameters() if param.requires_grad]
         anywhere = torch.tensor([_grad_kind(param) for param in params], dtype=torch.int32).to(params[0].device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         found = anywhere.tolist()
@@ -253,22 +239,23 @@ class DistributedDataParallel(Module):
                 "is sparse on some rank, and only dense gradients are reduced; use "
                 "torch.nn.Embedding(..., sparse=False)"
             )
-        return [
-            (param, torch.float32 if kind == _WIDE else param.dtype)
-            for param, kind in zip(params, found, strict=True)
-            if kind != _NONE
-        ]
+        grads = []
+        for param, kind in zip(params, found, strict=True):
+            if kind != _NONE:
+                dtype = torch.float32 if kind == _WIDE else param.dtype
+                # Where only another rank has a gradient this rank adds 0 to the sum.
+                param.grad = torch.zeros_like(param, dtype=dtype) if param.grad is None else param.grad.to(dtype)
+                grads.append(param.grad)
+        flat_dist_call(grads, self._average)
 
-    def _reduce_bucket(self, bucket: list[Tensor]) -> None:
-        """Average gradients of one dtype and device over the ranks, in place."""
-        flat = flatten(bucket)
-        flat = flat.float() if self.allreduce_always_fp32 else flat
+    def _average(self, flat: Tensor) -> None:
+        """Average the gradients of one dtype and device over the ranks, in place."""
+        summed = flat.float() if self.allreduce_always_fp32 else flat
         if self.gradient_predivide_factor != 1.0:
-            flat /= self.gradient_predivide_factor
-        dist.all_reduce(flat)
-        flat *= self.gradient_predivide_factor / dist.get_world_size()
-        for grad, value in zip(bucket, unflatten(flat, bucket), strict=True):
-            grad.copy_(value)
+            summed /= self.gradient_predivide_factor
+        dist.all_reduce(summed)
+        summed *= self.gradient_predivide_factor / dist.get_world_size()
+        flat.copy_(summed)
 
 
 def _grad_kind(param: Tensor) -> int:

@@ -1,10 +1,4 @@
 """The tree's `apex.fused_dense`."""
 
-from autoamp.compat.layers.mlp import (
-    FusedDense,
-    FusedDenseGeluDense,
-    fused_dense_function,
-    fused_dense_gelu_dense_function,
-)
-
 from . import fused_dense
+from .fused_dense import *
