@@ -78,7 +78,7 @@ class Reducer:
     """
 
     def __init__(self, module_or_grads_list: Module | Iterable[Tensor]) -> None:
-        self._grouped = _has_group("Reducer")
+        self._grouped = _needs_reduction("Reducer")
         self.module: Module | None = None
         self.grads: list[Tensor] = []
         if not isinstance(module_or_grads_list, Module):
@@ -158,7 +158,7 @@ class DistributedDataParallel(Module):
             raise ValueError("shared_param is not supported; leave it out: shared parameters work without it")
         if not gradient_average:
             raise ValueError("gradient_average=False is not supported; for sums multiply the loss by the world size")
-        self._grouped = _has_group("DistributedDataParallel")
+        self._grouped = _needs_reduction("DistributedDataParallel")
         self.module = module
         self.allreduce_always_fp32 = allreduce_always_fp32
         self.gradient_predivide_factor = gradient_average_split_factor or gradient_predivide_factor
@@ -274,9 +274,14 @@ def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:
         flat_dist_call([param.data for param in params] + masters, dist.broadcast, (0,))
 
 
-def _has_group(name: str) -> bool:
+def has_group() -> bool:
+    """Whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _needs_reduction(name: str) -> bool:
     """Whether there is a process group. UsageError: there is none, and ``WORLD_SIZE`` is above 1."""
-    if dist.is_available() and dist.is_initialized():
+    if has_group():
         return True
     world = os.environ.get("WORLD_SIZE", "1").strip()
     if world not in ("", "0", "1"):
@@ -289,7 +294,7 @@ def _has_group(name: str) -> bool:
 
 def _check_no_later_group(name: str) -> None:
     """Raise UsageError where a group of several processes was made after what was built without a group."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if has_group() and dist.get_world_size() > 1:
         raise UsageError(
             f"{name} was made before the process group of {dist.get_world_size()} processes and reduces nothing; call "
             "torch.distributed.init_process_group() first"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,10 +98,8 @@ class LARC(torch.optim.Optimizer):
         Raises:
             UsageError: A gradient is sparse. No gradient was scaled and no step taken.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
         if any(grad.layout is not torch.strided for grad in grads):
             raise UsageError("LARC takes no sparse gradients; use torch.nn.Embedding(..., sparse=False)")
@@ -125,7 +122,9 @@ class LARC(torch.optim.Optimizer):
         if not params:
             return
         grads: list[Tensor] = [param.grad for param in params]
-        weight_norms, grad_norms = _norms(params), _norms(grads)
+        # Squares in fp16 would overflow.
+        dtype = torch.float64 if any(param.dtype is torch.float64 for param in params) else torch.float32
+        weight_norms, grad_norms = (torch._foreach_norm(tensors, 2, dtype=dtype) for tensors in (params, grads))
         for param, grad, weight_norm, grad_norm in zip(params, grads, weight_norms, grad_norms, strict=True):
             ratio = self.trust_coefficient * weight_norm / (grad_norm + decay * weight_norm + self.eps)
             if self.clip:
@@ -133,9 +132,3 @@ class LARC(torch.optim.Optimizer):
             # Chosen on the device, which an `if` would wait for.
             usable = (weight_norm != 0) & (grad_norm != 0)
             grad.copy_(torch.where(usable, (grad + decay * param) * ratio, grad))
-
-
-def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return 2-norms in fp32, or in fp64 where a tensor is in that: squares in fp16 would overflow."""
-    double = any(tensor.dtype is torch.float64 for tensor in tensors)
-    return torch._foreach_norm(tensors, 2, dtype=torch.float64 if double else torch.float32)

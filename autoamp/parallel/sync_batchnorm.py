@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.errors import UsageError
+from autoamp.parallel.distributed import has_group
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 # The base class of torch's batch norms, which has no public name.
@@ -76,30 +77,20 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         output = output if z is None else output + z
         return output.relu() if self.fuse_relu else output
 
-    def _normalised(self, input: Tensor) -> Tensor:
-        if not self.training or not _many(self.process_group):
+    def _normalised(self, input: Tensor) -> Any:
+        if not self.training or not (has_group() and dist.get_world_size(self.process_group) > 1):
             # The forward of `torch.nn.BatchNorm1d` to `BatchNorm3d`, which counts batches too.
-            plain: Tensor = _BatchNorm.forward(self, input)
-            return plain
+            return _BatchNorm.forward(self, input)
         if input.is_cuda:
             return torch.nn.SyncBatchNorm.forward(cast("torch.nn.SyncBatchNorm", self), input)
-        return self._by_collectives(input)
-
-    def _by_collectives(self, input: Tensor) -> Tensor:
-        """Normalise by statistics over all processes, computed in fp32 (fp64 for an fp64 input)."""
         output, mean, variance = _Synced.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
-        if self.track_running_stats:
-            self._update_running(mean, variance)
-        return output  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        if self.running_mean is not None:
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        return output
 
 
 class _Synced(torch.autograd.Function):
@@ -112,7 +103,10 @@ class _Synced(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: SyncBatchNorm
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the normalised input, and the mean and unbiased variance of all processes, in fp32 or fp64."""
+        """Return the normalised input, and the mean and unbiased variance of all processes.
+
+        Both are computed in fp32, or in fp64 for an fp64 input.
+        """
         mean, variance, count = _of_all(input, norm.process_group)
         if count <= 1:
             raise ValueError(
@@ -206,7 +200,7 @@ def convert_syncbn_model(module: Module, process_group: Any = None, channel_last
     def convert(old: Module) -> Module:
         if old not in done:
             is_plain = isinstance(old, MODULES_OF_BATCH_NORM) and not isinstance(old, SyncBatchNorm)
-            done[old] = _converted(old, process_group, channel_last) if is_plain else old
+            done[old] = _synced(old, process_group, channel_last) if is_plain else old
             # Not named_children(), which yields a module with two names only once.
             for name, child in old._modules.items():
                 if child is not None:
@@ -216,17 +210,14 @@ def convert_syncbn_model(module: Module, process_group: Any = None, channel_last
     return convert(module)
 
 
-def _converted(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNorm:
+def _synced(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNorm:
     new = SyncBatchNorm(
         norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, process_group, channel_last
     )
     # The same tensors, not copies: an optimizer that was built before steps them.
-    for name, param in norm.named_parameters(recurse=False):
-        setattr(new, name, param)
-    for name, buffer in norm.named_buffers(recurse=False):
-        setattr(new, name, buffer)
-    new.train(norm.training)
-    return new
+    new._parameters.update(norm._parameters)
+    new._buffers.update(norm._buffers)
+    return new.train(norm.training)
 
 
 def create_syncbn_process_group(group_size: int) -> Any:
@@ -239,7 +230,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """
     if group_size == 0:
         return None
-    grouped = dist.is_available() and dist.is_initialized()
+    grouped = has_group()
     world = dist.get_world_size() if grouped else 1
     if group_size < 0 or group_size > world or world % group_size:
         raise ValueError(f"group_size={group_size} must divide the world size {world}; choose a divisor, or 0 for all")
@@ -249,8 +240,3 @@ def create_syncbn_process_group(group_size: int) -> Any:
         group = dist.new_group(ranks)
         own = group if dist.get_rank() in ranks else own
     return own
-
-
-def _many(process_group: Any) -> bool:
-    """Whether there is more than one process in a group; None is the group of all."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
