@@ -107,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grad.layout is not torch.strided:
                 raise UsageError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam or SGD")
             for name in names:
-                if name not in self.state[param]:
+                if self.state[param].get(name) is None:
                     self.state[param][name] = torch.zeros_like(param, dtype=_wide(param))
         grads = self._prepared(group, [grad for _, grad in found])
         return params, grads, *([self.state[param][name] for param in params] for name in names)

@@ -103,18 +103,14 @@ class FusedSGD(FusedOptimizer):
 
     def _step(self) -> None:
         for group in self.param_groups:
-            numbers, (params, grads) = self._numbers(group), self._tensors(group)
+            numbers = self._numbers(group)
             if not group["momentum"]:
-                self._step_lists((params, grads), **numbers)
+                self._step_lists(self._tensors(group), **numbers)
                 continue
-            is_new = [self.state[param].get("momentum_buffer") is None for param in params]
+            new = {id(param) for param in group["params"] if self.state.get(param, {}).get("momentum_buffer") is None}
+            lists = self._tensors(group, *self._rule.states)
             # The first gradient is the first velocity, without dampening.
             for first in (True, False):
-                chosen = [place for place, one in enumerate(is_new) if one is first]
-                lists = [params[place] for place in chosen], [grads[place] for place in chosen]
-                for param, grad in zip(*lists, strict=True):
-                    if first:
-                        dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
-                        self.state[param]["momentum_buffer"] = torch.empty_like(grad, dtype=dtype)
-                buffers = [self.state[param]["momentum_buffer"] for param in lists[0]]
-                self._step_lists((*lists, buffers), **numbers, first=first)
+                rows = [row for row in zip(*lists, strict=True) if (id(row[0]) in new) is first]
+                if rows:
+                    self._step_lists([list(column) for column in zip(*rows, strict=True)], **numbers, first=first)
