@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
                 for each channel.
         """
         given = input.movedim(-1, 1) if self.channel_last else input
-        output = self._normalised(given)
+        output: Tensor = self._normalised(given)
         output = output.movedim(1, -1) if self.channel_last else output
         output = output if z is None else output + z
         return output.relu() if self.fuse_relu else output
@@ -217,7 +217,8 @@ def _synced(norm: Any, process_group: Any, channel_last: bool) -> SyncBatchNorm:
     # The same tensors, not copies: an optimizer that was built before steps them.
     new._parameters.update(norm._parameters)
     new._buffers.update(norm._buffers)
-    return new.train(norm.training)
+    new.train(norm.training)
+    return new
 
 
 def create_syncbn_process_group(group_size: int) -> Any:

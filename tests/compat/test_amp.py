@@ -230,8 +230,6 @@ def test_properties_of_a_call_are_read_back(apex: Any) -> None:
     assert not state.opt_properties.enabled
     with pytest.raises(AttributeError, match="no attribute 'nope'"):
         _ = properties.nope
-    with pytest.raises(ValueError, match="no option 'nope'"):
-        properties._update_options_dict({"nope": 1})
 
 
 def test_level_of_the_alias_where_none_is_named(apex: Any) -> None:
@@ -679,8 +677,6 @@ def test_optim_wrapper(apex: Any) -> None:
     optimizer.zero_grad()
     assert len(optimizer.param_groups) == 1
     assert len(apex.amp._amp_state.loss_scalers) == 2
-    with pytest.raises(RuntimeError, match="closure"):
-        optimizer.step(lambda: 0)
 
 
 def test_scheduler_from_before_initialize(apex: Any) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autoamp import levels, runtime
 from autoamp.compat.alias import options
@@ -20,7 +18,7 @@ from autoamp.errors import CheckpointError, UsageError, warn_user
 from autoamp.parallel import DistributedDataParallel
 from autoamp.scaling import DynamicLossScaler
 
-__all__ = ["init", "initialize", "load_state_dict", "scale_loss", "state_dict"]
+__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
 
 
 class _Unnamed(str):
@@ -58,7 +56,12 @@ def initialize(
     Raises:
         UsageError: A model is wrapped in `DistributedDataParallel` already. Beside it what `autoamp.initialize` raises.
     """
-    _refuse_wrapped(models)
+    for model in models if isinstance(models, (list, tuple)) else [models]:
+        if isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                "a model is wrapped in apex.parallel.DistributedDataParallel already; call initialize() first and wrap "
+                "what it returns"
+            )
     chosen = options()
     level: Any = chosen.opt_level if opt_level is None or isinstance(opt_level, _Unnamed) else opt_level
     on = _enabled(enabled, level)
@@ -90,15 +93,6 @@ def initialize(
     return result
 
 
-def _refuse_wrapped(models: Any) -> None:
-    for model in models if isinstance(models, (list, tuple)) else [models]:
-        if isinstance(model, DistributedDataParallel):
-            raise UsageError(
-                "a model is wrapped in apex.parallel.DistributedDataParallel already; call initialize() first and wrap "
-                "what it returns"
-            )
-
-
 def _enabled(enabled: Any, level: str) -> bool:
     """Whether amp is wanted. Published programs pass a level in this place, where Apex took it for True."""
     if isinstance(enabled, str) and enabled in opt_levels:
@@ -122,24 +116,6 @@ def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
         scaler = ours.optimizers.loss_scalers.latest[0]
         properties.loss_scale = "dynamic" if isinstance(scaler, DynamicLossScaler) else scaler.loss_scale
     return properties
-
-
-@contextlib.contextmanager
-def scale_loss(
-    loss: Tensor,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[Tensor]:
-    """Scale a loss for its backward pass; see `autoamp.scale_loss`.
-
-    Raises:
-        UsageError: ``initialize`` was not called before. It is a RuntimeError, as Apex's was.
-    """
-    with levels.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check) as scaled_loss:
-        yield scaled_loss
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,17 +73,10 @@ class Properties:
     options: dict[str, Any]
 
     def __init__(self) -> None:
-        start = {
+        vars(self)["options"] = {
             "enabled": False, "opt_level": None, "cast_model_type": None, "patch_torch_functions": False,
             "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": 1.0,
         }  # fmt: skip
-        object.__setattr__(self, "options", start)
-
-    def _update_options_dict(self, new_options: dict[str, Any]) -> None:
-        for name, value in new_options.items():
-            if name not in self.options:
-                raise ValueError(f"there is no option {name!r}; choose among {', '.join(self.options)}")
-            self.options[name] = value
 
     def __getattr__(self, name: str) -> Any:
         if name != "options" and name in self.options:
@@ -91,37 +85,30 @@ class Properties:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
-            object.__setattr__(self, name, value)
-        elif name == "loss_scale":
-            self.options[name] = as_scale(value)
-        elif name == "cast_model_type":
-            self.options[name] = as_type(value)
+            vars(self)[name] = value
         elif name == "opt_level":
             self.options[name] = value
         else:
-            self.options[name] = as_flag(name, value)
+            convert = {"loss_scale": as_scale, "cast_model_type": as_type}.get(name, partial(as_flag, name))
+            self.options[name] = convert(value)
 
     def __repr__(self) -> str:
         return f"Properties({self.options})"
 
 
 class _Level:
-    """An opt level that fills in properties: ``opt_levels["O2"](Properties())``."""
-
-    name: str
-    brief: str
-    more: str = "See docs/opt_levels.md."
+    """An opt level that fills in properties: ``opt_levels["O2"](Properties())``. Its class has its name."""
 
     def __call__(self, properties: Properties) -> Properties:
         """Write what this level stands for, in the half dtype of the alias, into ``properties``; returned too."""
-        level = LEVELS[self.name]
+        level = LEVELS[type(self).__name__]
         kind = options().dtype if level.cast_model_type == "half" else level.cast_model_type
         properties.enabled = True
-        properties.opt_level = self.name
+        properties.opt_level = level.name
         properties.cast_model_type = kind
         properties.patch_torch_functions = level.patch_torch_functions
         properties.keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if kind in HALF_DTYPES else None
-        properties.master_weights = None if self.name == "O1" else level.master_weights
+        properties.master_weights = None if level.name == "O1" else level.master_weights
         properties.loss_scale = "dynamic" if level.loss_scale is None else level.loss_scale
         return properties
 
@@ -129,25 +116,17 @@ class _Level:
 class O0(_Level):
     """fp32."""
 
-    name, brief = "O0", "O0:  Pure FP32 training."
-
 
 class O1(_Level):
     """torch is patched by the cast lists."""
-
-    name, brief = "O1", "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
 
 
 class O2(_Level):
     """Models in half precision, norms and master weights in fp32."""
 
-    name, brief = "O2", "O2:  FP16 training with FP32 batchnorm and FP32 master weights."
-
 
 class O3(_Level):
     """Models in half precision."""
-
-    name, brief = "O3", "O3:  Pure FP16 training."
 
 
 opt_levels: dict[str, _Level] = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}

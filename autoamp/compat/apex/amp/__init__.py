@@ -1,8 +1,8 @@
 """The tree's `apex.amp`."""
 
-from autoamp.compat.amp.api import init, initialize, load_state_dict, scale_loss, state_dict
+from autoamp.compat.amp.api import init, initialize, load_state_dict, state_dict
 from autoamp.compat.amp.state import amp_state
-from autoamp.levels import master_params
+from autoamp.levels import master_params, scale_loss
 from autoamp.runtime import (
     disable_casts,
     float_function,
