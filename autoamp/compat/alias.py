@@ -1,9 +1,9 @@
 """The import finders that serve `apex` from this package: the whole of it, or what an installed `apex` lacks.
 
-`_ApexFinder` comes before all other finders and finds `apex`, what lies below it, `amp_C` and `apex_C` in our files. A
-module that we lack, such as `apex.transformer`, it finds in the installed `apex` that it hides. `_GraftFinder` comes
-after all other finders: it finds our modules below `apex` where the installed `apex` has none of that name, such as
-`apex.amp`. `_RealFinder` comes first where the installed `apex` takes imports: it adds the remedy to their errors.
+`_ApexFinder` finds `apex`, what lies below it, `amp_C` and `apex_C` in our files. A module that we lack, such as
+`apex.transformer`, it finds in the installed `apex` that it hides. Beside an installed `apex` that lacks `amp` it comes
+after all other finders: it finds our modules below `apex` where the installed one has none of that name.
+`_RealFinder` comes first where the installed `apex` takes imports: it adds the remedy to their errors.
 """
 
 from __future__ import annotations
@@ -66,74 +66,75 @@ class Options:
     on_nonfinite: OnNonfinite = "warn"
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """What both finders share."""
+class _ApexFinder(importlib.abc.MetaPathFinder):
+    """Finds our modules, and says of a missing one what to use instead.
 
-    def __init__(self, chosen: Options) -> None:
+    Args:
+        chosen: What `install_as_apex` was given.
+        hides: Whether it comes before all other finders and hides an installed `apex`. If not, it comes after them and
+            finds what the installed `apex` lacks.
+    """
+
+    def __init__(self, chosen: Options, hides: bool) -> None:
         self.options = chosen
-        self.hidden: dict[str, types.ModuleType] = {}
+        self.hides = hides
+        self._hidden: dict[str, types.ModuleType] = {}
+        self._real: list[str] = []
 
     def install(self) -> None:
         """Take part in imports."""
-        raise NotImplementedError
+        if not self.hides:
+            explain_real_apex()
+            sys.meta_path.append(self)
+            if "apex" in sys.modules:
+                _import_added()
+            return
+        spec = _real_spec()
+        self._real = [] if spec is None else list(spec.submodule_search_locations or ())
+        # None forbids the import; it was put there by somebody who meant it.
+        names = [name for name in _names_of_apex(sys.modules) if sys.modules[name] is not None]
+        self._hidden = {name: sys.modules.pop(name) for name in names}
+        sys.meta_path.insert(0, self)
 
     def uninstall(self) -> None:
         """Undo `install`. Our modules have left ``sys.modules``."""
         sys.meta_path.remove(self)
-        sys.modules.update(self.hidden)
-
-
-class _ApexFinder(_Finder):
-    """Finds our modules, and says of a missing one what to use instead."""
-
-    def install(self) -> None:
-        spec = _real_spec()
-        self.real = [] if spec is None else list(spec.submodule_search_locations or ())
-        # None forbids the import; it was put there by somebody who meant it.
-        names = [name for name in _names_of_apex(sys.modules) if sys.modules[name] is not None]
-        self.hidden = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, self)
+        sys.modules.update(self._hidden)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec on our file, or on that of the hidden `apex`; see `importlib.abc.MetaPathFinder`.
+        """Return a spec on our file, on one in a folder that the program added, or on that of the hidden `apex`.
 
         Raises:
             ModuleNotFoundError: A module that is not provided is imported. One that is only looked for is None.
         """
-        if not _names_of_apex([fullname]):
+        if not fullname.startswith("apex.") and not (self.hides and fullname in _TOP_LEVEL):
             return None
-        below = fullname.split(".")[1:-1]
-        hidden = [os.path.join(folder, *below) for folder in self.real] if "." in fullname else []
-        return _spec_of(fullname, path, sys._getframe(1), hidden)
+        parts = fullname.split(".")
+        below = _HERE.joinpath(*parts)
+        for file in (below / "__init__.py", below.with_suffix(".py")):
+            if file.is_file():
+                where = [str(below)] if file.parent == below else None
+                loader = _OurLoader(fullname, str(file))
+                return importlib.util.spec_from_file_location(
+                    fullname, file, loader=loader, submodule_search_locations=where
+                )
+        hidden = [os.path.join(folder, *parts[1:-1]) for folder in self._real]
+        found = importlib.machinery.PathFinder.find_spec(fullname, [*(path or ()), *hidden])
+        if found is not None and found.loader is not None and hidden:
+            found.loader = _RealLoader(found.loader)
+        if found is None and _is_import(sys._getframe(1)):
+            message = f"No module named {fullname!r}: autoamp's apex does not provide it: {remedy_for(fullname)}"
+            raise ModuleNotFoundError(message, name=fullname)
+        return found
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        """Answer ``importlib.metadata.version("apex")``."""
-        if context is None or context.name is None or context.name.lower() == "apex":
+        """Answer ``importlib.metadata.version("apex")``, unless the installed `apex` does."""
+        if self.hides and (context is None or context.name is None or context.name.lower() == "apex"):
             yield _ApexDistribution()
-
-
-class _GraftFinder(_Finder):
-    """Finds our modules below `apex` that the installed `apex` lacks: no finder before this one has found them."""
-
-    def install(self) -> None:
-        explain_real_apex()
-        sys.meta_path.append(self)
-        if "apex" in sys.modules:
-            _import_added()
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec on our file; see `importlib.abc.MetaPathFinder`.
-
-        Raises:
-            ModuleNotFoundError: A module that neither has is imported. One that is only looked for is None.
-        """
-        return _spec_of(fullname, path, sys._getframe(1)) if fullname.startswith("apex.") else None
 
 
 class _RealFinder(importlib.abc.MetaPathFinder):
@@ -168,7 +169,8 @@ class _RealLoader(importlib.abc.Loader):
         try:
             self.loader.exec_module(module)
         except Exception as error:
-            note = _REMEDY if isinstance(_installed(), _ApexFinder) else _HIDE
+            finder = _installed()
+            note = _REMEDY if finder is not None and finder.hides else _HIDE
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
             raise
@@ -186,35 +188,6 @@ class _OurLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
-def _spec_of(
-    name: str, path: Sequence[str] | None, caller: types.FrameType, hidden: Sequence[str] = ()
-) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of one of our modules, or of one in a folder that the program has added to the package's path.
-
-    Args:
-        name: The dotted name of the module.
-        path: Where the finder was asked to look.
-        caller: Who asks the finder.
-        hidden: Where the installed `apex` that is hidden may have it.
-
-    Raises:
-        ModuleNotFoundError: There is none, and the caller imports it.
-    """
-    below = _HERE.joinpath(*name.split("."))
-    for file in (below / "__init__.py", below.with_suffix(".py")):
-        if file.is_file():
-            where = [str(below)] if file.parent == below else None
-            loader = _OurLoader(name, str(file))
-            return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=where)
-    found = importlib.machinery.PathFinder.find_spec(name, [*(path or ()), *hidden])
-    if found is not None and found.loader is not None and hidden:
-        found.loader = _RealLoader(found.loader)
-    if found is None and _is_import(caller):
-        message = f"No module named {name!r}: autoamp's apex does not provide it: {remedy_for(name)}"
-        raise ModuleNotFoundError(message, name=name)
-    return found
-
-
 def _import_added() -> None:
     for name in added_to_real_apex():
         importlib.import_module(f"apex.{name}")
@@ -224,12 +197,10 @@ class _ApexDistribution(importlib.metadata.Distribution):
     """The metadata of the distribution `apex` that the alias stands for."""
 
     def read_text(self, filename: str) -> str | None:
-        if filename in ("METADATA", "PKG-INFO"):
-            return (
-                f"Metadata-Version: 2.1\nName: apex\nVersion: {APEX_VERSION}\nSummary: autoamp, by the name of apex\n"
-            )
-        # By this libraries learn which distribution a module comes from.
-        return "\n".join(_TOP_LEVEL) if filename == "top_level.txt" else None
+        summary = "Summary: autoamp, by the name of apex"
+        metadata = f"Metadata-Version: 2.1\nName: apex\nVersion: {APEX_VERSION}\n{summary}\n"
+        # By the second file libraries learn which distribution a module comes from.
+        return {"METADATA": metadata, "top_level.txt": "\n".join(_TOP_LEVEL)}.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Any:
         return _HERE / path
@@ -273,23 +244,17 @@ def install_as_apex(
     half = torch.float16 if dtype is None else dtype
     chosen = Options(half, device_type, ("apex", *listed), opt_level, loss_scale, trace_overflow, on_nonfinite)
     # Every wrong argument is told now, not at the program's first call.
-    Settings.from_arguments(
-        lists=list(chosen.lists),
-        device_type=chosen.device_type,
-        dtype=chosen.dtype,
-        loss_scale=chosen.loss_scale,
-        on_nonfinite=on_nonfinite,
-    )
+    Settings.from_arguments(list(chosen.lists), device_type, half, loss_scale=loss_scale, on_nonfinite=on_nonfinite)
     finder = _installed()
-    if finder is not None and not (shadow and isinstance(finder, _GraftFinder)):
+    if finder is not None and (finder.hides or not shadow):
         finder.options = chosen
         return
     real = real_apex()
     if real is None or shadow:
         uninstall()
-        _ApexFinder(chosen).install()
+        _ApexFinder(chosen, hides=True).install()
     elif "amp" in added_to_real_apex():
-        _GraftFinder(chosen).install()
+        _ApexFinder(chosen, hides=False).install()
     else:
         raise UsageError(
             f"Expected no apex, or one without apex.amp, got a real apex with it ({real}). Uninstall it, or pass "
@@ -312,7 +277,7 @@ def uninstall() -> None:
     for name in _names_of_apex(sys.modules):
         module = sys.modules[name]
         # What the alias took from an apex that it hides refers to our modules.
-        if module is None or not (_is_ours(module) or isinstance(finder, _ApexFinder)):
+        if module is None or not (_is_ours(module) or finder.hides):
             continue
         del sys.modules[name]
         parent, _, child = name.rpartition(".")
@@ -354,7 +319,7 @@ def added_to_real_apex() -> tuple[str, ...]:
 def _real_spec(name: str = "apex", path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        if find is not None and not isinstance(finder, (_Finder, _RealFinder)):
+        if find is not None and not isinstance(finder, (_ApexFinder, _RealFinder)):
             spec: importlib.machinery.ModuleSpec | None = find(name, path)
             # The spec of a namespace package, a directory without __init__.py, has no origin.
             if spec is not None and spec.origin is not None:
@@ -362,8 +327,8 @@ def _real_spec(name: str = "apex", path: Sequence[str] | None = None) -> importl
     return None
 
 
-def _installed() -> _Finder | None:
-    return next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+def _installed() -> _ApexFinder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, _ApexFinder)), None)
 
 
 def _names_of_apex(names: Iterable[str]) -> list[str]:
