@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.compat.fastai1.training import disable, enable, watch
+from autoamp.compat.fastai1.shims import disable, enable
+from autoamp.compat.fastai1.training import watch
 
 __all__ = ["disable", "enable", "watch"]

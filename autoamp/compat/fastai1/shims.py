@@ -1,10 +1,11 @@
-"""What fastai 1.0.61 needs on today's packages; `autoamp.compat.fastai1.enable` tells of each.
+"""What fastai 1.0.61 needs on today's packages; `enable` tells of each.
 
 Every shim writes to fastai's own modules and classes, never to torch or pandas, so no other code sees it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import logging
@@ -20,7 +21,7 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate
 
-__all__ = ["disable", "enable"]
+__all__ = ["disable", "enable", "replace"]
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +41,12 @@ class _Shims:
         self._finder = _Finder()
         sys.meta_path.insert(0, self._finder)
         for name, shim in _SHIMS.items():
+            apply = functools.partial(self._apply, shim)
             module = sys.modules.get(name)
             if module is None:
-                self._patches.when_imported(name, self._applier(shim))
+                self._patches.when_imported(name, apply)
             else:
-                self._applier(shim)(module)
+                apply(module)
 
     def disable(self) -> None:
         if self._finder is not None:
@@ -52,34 +54,38 @@ class _Shims:
             self._finder = None
         self._patches.restore()
 
-    def _applier(self, shim: _Shim) -> Callable[[types.ModuleType], None]:
-        def apply(module: types.ModuleType) -> None:
-            with self._patches.all_or_nothing():
-                shim(self._patches, module)
-
-        return apply
+    def _apply(self, shim: _Shim, module: types.ModuleType) -> None:
+        with self._patches.all_or_nothing():
+            shim(self._patches, module)
 
 
 _Shim = Callable[[PatchSet, Any], None]
 
 
+def replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Patch ``owner.name``, a function, by what ``around`` makes of it."""
+    original = vars(owner)[name]
+    patches.replace(owner, name, imitate(around(original), original))
+
+
+def _overlay(module: types.ModuleType, **names: Any) -> types.ModuleType:
+    """Return a module that has these names, and all others of ``module``."""
+    overlay = types.ModuleType(module.__name__)
+    vars(overlay).update(names, __getattr__=functools.partial(getattr, module))
+    return overlay
+
+
 # -- torch.load --
 
 
-class _Torch(types.ModuleType):
-    """torch, as a module of fastai sees it: ``load`` takes whole pickles unless it is told otherwise."""
+def _load_whole_pickles(patches: PatchSet, module: Any) -> None:
+    """Let ``load`` take whole pickles unless it is told otherwise, as `torch.load` did before 2.6."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def load(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a file as `torch.load` did before 2.6."""
+    def load(*args: Any, **kwargs: Any) -> Any:
         return torch.load(*args, **{"weights_only": False, **kwargs})
 
-
-def _load_whole_pickles(patches: PatchSet, module: Any) -> None:
     if vars(module).get("torch") is torch:
-        patches.replace(module, "torch", _Torch("torch"))
+        patches.replace(module, "torch", _overlay(torch, load=load))
 
 
 # -- fastai.tabular --
@@ -108,13 +114,9 @@ def _around_pandas(patches: PatchSet, module: Any) -> None:
         # fastai counts on nanoseconds where it computes the seconds.
         df[date_field] = column.dt.as_unit("ns")
 
-    replaced: tuple[tuple[Any, str, Any], ...] = (
-        (module.Categorify, "apply_train", apply_train),
-        (module.Categorify, "apply_test", apply_test),
-        (module, "make_date", make_date),
-    )
-    for owner, name, replacement in replaced:
-        patches.replace(owner, name, imitate(replacement, vars(owner)[name], owner.__name__, name))
+    replace(patches, module.Categorify, "apply_train", lambda _: apply_train)
+    replace(patches, module.Categorify, "apply_test", lambda _: apply_test)
+    replace(patches, module, "make_date", lambda _: make_date)
     # add_datepart asks pandas by `getattr(field.dt, "week")`; a global of its module goes before the builtin.
     patches.replace(module, "getattr", _getattr_with_week)
 
@@ -131,16 +133,16 @@ def _getattr_with_week(value: Any, name: str, *default: Any) -> Any:
 
 
 def _keep_zero_gradients(patches: PatchSet, module: Any) -> None:
-    original = module.OptimWrapper.zero_grad
+    def around(original: Any) -> Any:
+        def zero_gradients(self: Any) -> None:
+            if "set_to_none" in inspect.signature(self.opt.zero_grad).parameters:
+                self.opt.zero_grad(set_to_none=False)
+            else:
+                original(self)
 
-    def zero_gradients(self: Any) -> None:
-        if "set_to_none" in inspect.signature(self.opt.zero_grad).parameters:
-            self.opt.zero_grad(set_to_none=False)
-        else:
-            original(self)
+        return zero_gradients
 
-    replacement: Any = zero_gradients
-    patches.replace(module.OptimWrapper, "zero_grad", imitate(replacement, original, module.__name__, "zero_grad"))
+    replace(patches, module.OptimWrapper, "zero_grad", around)
 
 
 def _solve_by_linalg(patches: PatchSet, module: Any) -> None:
@@ -179,29 +181,9 @@ def _of_objects(items: Sequence[Any]) -> Any:
     return array
 
 
-class _Numpy(types.ModuleType):
-    """numpy, as fastai's modules of data see it: with the names of types that left it in 1.24."""
-
-    # What these names stood for: the builtins.
-    int, float, bool, object = int, float, bool, object
-
-    def __init__(self) -> None:
-        super().__init__("numpy")
-        self.random = _Random("numpy.random")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(numpy, name)
-
-
-class _Random(types.ModuleType):
-    """numpy.random, as fastai sees it: sequences of several lengths can be permuted."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(numpy.random, name)
-
-    def permutation(self, x: Any) -> Any:
-        """Return them in a random order, one sequence an element."""
-        return numpy.random.permutation(_of_objects(x) if _is_ragged(x) else x)
+def _permutation(x: Any) -> Any:
+    """Do what `numpy.random.permutation` does, also with sequences of several lengths: one is one element then."""
+    return numpy.random.permutation(_of_objects(x) if _is_ragged(x) else x)
 
 
 def _around_numpy(patches: PatchSet, module: Any) -> None:
@@ -209,10 +191,12 @@ def _around_numpy(patches: PatchSet, module: Any) -> None:
     if numpy.lib.NumpyVersion(numpy.__version__) < "1.24.0":
         return
     if vars(module).get("np") is numpy:
-        patches.replace(module, "np", _Numpy())
-    original = vars(module).get("array")
-    if isinstance(original, types.FunctionType):
-        patches.replace(module, "array", imitate(_ragged(original), original, module.__name__, "array"))
+        random = _overlay(numpy.random, permutation=_permutation)
+        # What the names of types stood for that left numpy in 1.24: the builtins.
+        old = _overlay(numpy, random=random, int=int, float=float, bool=bool, object=object)
+        patches.replace(module, "np", old)
+    if isinstance(vars(module).get("array"), types.FunctionType):
+        replace(patches, module, "array", _ragged)
 
 
 def _data_block(patches: PatchSet, module: Any) -> None:
@@ -229,8 +213,7 @@ def _around_spacy(patches: PatchSet, module: Any) -> None:
         # A blank pipeline has no parser, tagger or entity recognizer that were to be disabled.
         self.tok = module.spacy.blank(lang)
 
-    owner = module.SpacyTokenizer
-    patches.replace(owner, "__init__", imitate(init, vars(owner)["__init__"], owner.__name__, "__init__"))
+    replace(patches, module.SpacyTokenizer, "__init__", lambda _: init)
 
 
 _SHIMS: dict[str, _Shim] = {
@@ -252,22 +235,15 @@ _SHIMS: dict[str, _Shim] = {
 class _Finder:
     """Gives torchvision and fastai.text.transform, when they are imported, loaders that know what these lack here."""
 
-    def __init__(self) -> None:
-        self._asking: set[str] = set()
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's own spec with another loader; see `importlib.abc.MetaPathFinder`."""
         loader = _LOADERS.get(fullname)
-        if loader is None or fullname in self._asking:
+        if loader is None:
             return None
-        self._asking.add(fullname)
-        try:
-            specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path)
-            spec = next((spec for spec in specs if spec is not None), None)
-        finally:
-            self._asking.discard(fullname)
+        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = loader(spec.loader)  # type: ignore[assignment]
         return spec
@@ -318,7 +294,8 @@ class _WithoutSpacy(_Loader):
         if "spacy" in sys.modules or importlib.util.find_spec("spacy") is not None:
             self._loader.exec_module(module)
             return
-        spacy, symbols = _NoSpacy("spacy"), types.ModuleType("spacy.symbols")
+        spacy, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
+        vars(spacy).update(__version__="3", blank=_refuse_to_tokenize)
         vars(symbols)["ORTH"] = "ORTH"
         sys.modules |= {"spacy": spacy, "spacy.symbols": symbols}
         try:
@@ -328,17 +305,12 @@ class _WithoutSpacy(_Loader):
                 sys.modules.pop(name, None)
 
 
-class _NoSpacy(types.ModuleType):
-    """What fastai.text has in place of spacy where that is not installed."""
-
-    __version__ = "3"
-
-    def blank(self, lang: str) -> Any:
-        """Say what is missing; fastai's default tokenizer calls this."""
-        raise UsageError(
-            f"fastai's default tokenizer needs spacy, which is not installed (spacy.blank({lang!r})): install it, or "
-            "give a tokenizer of your own, as in Tokenizer(tok_func=BaseTokenizer)"
-        )
+def _refuse_to_tokenize(lang: str) -> Any:
+    """Say what is missing: fastai's default tokenizer calls this for ``spacy.blank`` where spacy is not installed."""
+    raise UsageError(
+        f"fastai's default tokenizer needs spacy, which is not installed (spacy.blank({lang!r})): install it, or give "
+        "a tokenizer of your own, as in Tokenizer(tok_func=BaseTokenizer)"
+    )
 
 
 _LOADERS: dict[str, type[_Loader]] = {"torchvision": _SecondTry, "fastai.text.transform": _WithoutSpacy}
@@ -348,10 +320,25 @@ _shims = _Shims()
 
 
 def enable() -> None:
-    """Put every shim in place, in the modules that are imported and in those to come."""
+    """Let fastai 1.0.61 run on today's torch, numpy, pandas and torchvision. `disable` undoes it.
+
+    It may be called before fastai is imported, or after; a second call does nothing. What it does, to fastai alone:
+
+    - ``torch.load`` as fastai's own modules call it takes whole pickles again, as `Learner.load`, `load_learner` and
+      ``lr_find`` need. Such a file runs code when it is loaded: load those that you trust.
+    - ``Categorify`` assigns whole columns: pandas 2 keeps the old dtype when it assigns through ``df.loc``.
+    - ``add_datepart`` finds the week, and seconds, in the dates of pandas 2 and later.
+    - ``OptimWrapper.zero_grad`` keeps gradients as zeros, which ``AccumulateScheduler`` divides.
+    - ``fastai.text`` and ``data_block`` make arrays of texts that have several lengths, which numpy refuses since 1.24.
+    - ``fastai.text`` can be imported without spacy, and its ``SpacyTokenizer`` works with spacy 3. Without spacy give a
+      tokenizer: ``Tokenizer(tok_func=BaseTokenizer)``, or a subclass of ``BaseTokenizer``.
+    - ``get_transforms`` with a perspective warp solves by `torch.linalg.solve`.
+    - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that its
+      import looks for are declared. `disable` leaves them declared, since an imported torchvision needs them.
+    """
     _shims.enable()
 
 
 def disable() -> None:
-    """Take all shims back."""
+    """Undo `enable`: every patched attribute is again the object it was."""
     _shims.disable()

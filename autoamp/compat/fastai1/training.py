@@ -1,9 +1,8 @@
-"""fastai v1: a `Learner` trains unchanged under ``autoamp.init()``, and runs on today's torch after ``enable()``.
+"""A `Learner` of fastai v1 trains unchanged under ``autoamp.init()``.
 
-Neither part needs the other. While a handle is active, the loss of every batch that fastai trains on is scaled for its
-backward pass, a skipped step decays no weights, and ``learn.to_fp16()`` chooses the loss scale. `enable` mends what
-today's torch, numpy, pandas and torchvision no longer take from fastai 1.0.61. fastai may be imported before or after;
-where it is not, both cost nothing.
+While a handle is active, the loss of every batch that fastai trains on is scaled for its backward pass, a skipped step
+decays no weights, and ``learn.to_fp16()`` chooses the loss scale. fastai may be imported before or after; where it is
+not, this costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,43 +23,18 @@ from autoamp.auto_scaling import reached_by
 from autoamp.compat.fastai1 import shims
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.patching import PatchSet, imitate, original_of
+from autoamp.patching import PatchSet, original_of
 from autoamp.runtime import BaseHandle, activated, current_handle, current_runtime, runtime_of, suspended
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import master_of, open_blocks, stepped_params
 
-__all__ = ["disable", "enable", "watch"]
+__all__ = ["watch"]
 
 log = logging.getLogger(__name__)
 
 _TRAINING = "fastai.basic_train"
 _TO_FP16 = "fastai.train"
 _PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
-
-
-def enable() -> None:
-    """Let fastai 1.0.61 run on today's torch, numpy, pandas and torchvision. `disable` undoes it.
-
-    It may be called before fastai is imported, or after; a second call does nothing. What it does, to fastai alone:
-
-    - ``torch.load`` as fastai's own modules call it takes whole pickles again, as `Learner.load`, `load_learner` and
-      ``lr_find`` need. Such a file runs code when it is loaded: load those that you trust.
-    - ``Categorify`` assigns whole columns: pandas 2 keeps the old dtype when it assigns through ``df.loc``.
-    - ``add_datepart`` finds the week, and seconds, in the dates of pandas 2 and later.
-    - ``OptimWrapper.zero_grad`` keeps gradients as zeros, which ``AccumulateScheduler`` divides.
-    - ``fastai.text`` and ``data_block`` make arrays of texts that have several lengths, which numpy refuses since 1.24.
-    - ``fastai.text`` can be imported without spacy, and its ``SpacyTokenizer`` works with spacy 3. Without spacy give a
-      tokenizer: ``Tokenizer(tok_func=BaseTokenizer)``, or a subclass of ``BaseTokenizer``.
-    - ``get_transforms`` with a perspective warp solves by `torch.linalg.solve`.
-    - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that its
-      import looks for are declared. `disable` leaves them declared, since an imported torchvision needs them.
-    """
-    shims.enable()
-
-
-def disable() -> None:
-    """Undo `enable`: every patched attribute is again the object it was."""
-    shims.disable()
 
 
 def watch() -> None:
@@ -106,9 +80,9 @@ class _Training:
             return
         with self._patches.all_or_nothing():
             around_loss_batch = functools.partial(_around_loss_batch, module.OptimWrapper)
-            _replace(self._patches, module, "loss_batch", around_loss_batch)
-            _replace(self._patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
-            _replace(self._patches, module.OptimWrapper, "step", _around_step)
+            shims.replace(self._patches, module, "loss_batch", around_loss_batch)
+            shims.replace(self._patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
+            shims.replace(self._patches, module.OptimWrapper, "step", _around_step)
             # `from fastai.basic_train import *` has given it to other modules.
             taken = original_of(module.loss_batch)
             self._patches.rebind({id(taken): (taken, module.loss_batch)}, lambda name: name == _TRAINING)
@@ -118,16 +92,10 @@ class _Training:
         if len(self._of_to_fp16) or not hasattr(module, "to_fp16") or not hasattr(module, "Learner"):
             return
         with self._of_to_fp16.all_or_nothing():
-            _replace(self._of_to_fp16, module, "to_fp16", functools.partial(_around_to_fp16, module))
+            shims.replace(self._of_to_fp16, module, "to_fp16", functools.partial(_around_to_fp16, module))
             taken = original_of(module.to_fp16)
             self._of_to_fp16.replace(module.Learner, "to_fp16", module.to_fp16)
             self._of_to_fp16.rebind({id(taken): (taken, module.to_fp16)}, lambda name: name == _TO_FP16)
-
-
-def _replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-    """Patch ``owner.name`` by what ``around`` makes of it."""
-    original = vars(owner)[name]
-    patches.replace(owner, name, imitate(around(original), original, owner.__name__, name))
 
 
 _training = _Training()

@@ -13,10 +13,10 @@ import PIL.Image
 import torch
 
 import autoamp
-from autoamp.compat.fastai1 import training
+from autoamp.compat import fastai1
 from autoamp.runtime import runtime_of
 
-training.enable()
+fastai1.enable()
 handle = autoamp.init(dtype=torch.float16, device_type="cpu")
 
 from fastai.basics import Learner, accuracy, defaults, load_learner  # noqa: E402

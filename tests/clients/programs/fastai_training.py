@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import autoamp
-from autoamp.compat.fastai1 import training
+from autoamp.compat import fastai1
 from autoamp.runtime import runtime_of
 
 
 def begin() -> autoamp.Handle:
     """Put mixed precision in place, as a user would at the top of a script."""
-    training.enable()
+    fastai1.enable()
     handle = autoamp.init(dtype=torch.float16, device_type="cpu")
     assert isinstance(handle, autoamp.Handle)
     return handle
@@ -175,6 +175,6 @@ if early is not None:
     handle = begin()
     edit_by_hand(handle)
     found["by_hand"] = {**train(), **end(handle)}
-training.disable()
+fastai1.disable()
 found["left"] = [*patched(), *(["torch"] if basic_train.torch is not torch else [])]
 print("\n" + json.dumps(found))

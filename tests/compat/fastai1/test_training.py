@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.compat.fastai1 import training as fastai1
+from autoamp.compat import fastai1
 from autoamp.runtime import runtime_of
 
 ROOT = Path(__file__).resolve().parents[3]
