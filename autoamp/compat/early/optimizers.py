@@ -6,12 +6,12 @@ attributes of the early one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.checkpoints import converted_state
@@ -52,7 +52,7 @@ class FusedAdam(optimizers.FusedAdam):
     """
 
     # What `step` was given, for as long as it runs: gradients by parameter, the scale, norms by the id of a group.
-    _given: Any = None
+    _given: dict[Tensor, Tensor] | None = None
     _scale = 1.0
     _norms: Mapping[int, Any] = {}
 
@@ -124,30 +124,25 @@ class FusedAdam(optimizers.FusedAdam):
                 torch._foreach_copy_(list(outputs.values()), list(outputs))
         return loss
 
-    def _by_param(self, name: str, given: Any) -> Any:
+    def _by_param(self, name: str, given: Any) -> dict[Tensor, Tensor] | None:
         """Return tensors by parameter, given a list of them or a list for each group; None for None."""
         if given is None:
             return None
         lists = list(given)
         if not lists or lists[0] is None or isinstance(lists[0], Tensor):
             lists = [lists]
-        groups = [group["params"] for group in self.param_groups]
-        lists = [list(tensors) for tensors in lists]
-        if [len(tensors) for tensors in lists] != [len(params) for params in groups]:
+        groups, lists = [group["params"] for group in self.param_groups], [list(tensors) for tensors in lists]
+        found, wanted = list(map(len, lists)), list(map(len, groups))
+        if found != wanted:
             raise UsageError(
-                f"FusedAdam.step: {name} has lists of {[len(tensors) for tensors in lists]} tensors, the groups have "
-                f"{[len(params) for params in groups]} parameters; give a list for each group"
+                f"FusedAdam.step: {name} has lists of {found} tensors, the groups have {wanted} parameters; give a "
+                "list for each group"
             )
-        found = WeakIdKeyDictionary()
-        for params, tensors in zip(groups, lists, strict=True):
-            found.update({param: tensor for param, tensor in zip(params, tensors, strict=True) if tensor is not None})
-        return found
+        pairs = zip(itertools.chain(*groups), itertools.chain(*lists), strict=True)
+        return {param: tensor for param, tensor in pairs if tensor is not None}
 
     def _gradient(self, param: Tensor) -> Tensor | None:
-        if self._given is None:
-            return param.grad
-        grad: Tensor | None = self._given.get(param)
-        return grad
+        return param.grad if self._given is None else self._given.get(param)
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         grads = super()._prepared(group, grads)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from autoamp import formulas, kernels
-from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked, wide
+from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked
 from autoamp.errors import UsageError
+from autoamp.scaling import widened
 
 __all__ = [
-    "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_lamb",
-    "multi_tensor_lamb_stage1", "multi_tensor_lamb_stage2", "multi_tensor_sgd",
+    "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_lamb", "multi_tensor_lamb_stage1",
+    "multi_tensor_lamb_stage2", "multi_tensor_sgd",
 ]  # fmt: skip
 
 
@@ -97,8 +98,8 @@ def multi_tensor_adam_capturable(
     Args:
         chunk_size: No effect.
         noop_flag: One element; where it is set all tensors stay as they are.
-        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``. The gradients are multiplied by ``inv_scale`` in
-            place.
+        tensor_lists: ``[grads, params, exp_avgs, exp_avg_sqs]``, or with a fifth list of masters, which are stepped and
+            copied to the parameters. The gradients are multiplied by ``inv_scale`` in place.
         lr: The learning rate, one element.
         beta1: Decay of the average of the gradient.
         beta2: Decay of the average of its square.
@@ -112,35 +113,10 @@ def multi_tensor_adam_capturable(
     Raises:
         UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
     """
-    lists = checked("multi_tensor_adam_capturable", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
-    _adam_on_device(noop_flag, [*lists, lists[1]], lr, beta1, beta2, epsilon, step, mode, bias_correction,
-                    weight_decay, inv_scale)  # fmt: skip
-
-
-@torch.no_grad()
-def multi_tensor_adam_capturable_master(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, lr: Tensor, beta1: float, beta2: float,
-    epsilon: float, step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
-) -> None:  # fmt: skip
-    """Step masters as `multi_tensor_adam_capturable` steps parameters, and copy them to the parameters.
-
-    ``tensor_lists`` is ``[grads, params, exp_avgs, exp_avg_sqs, masters]``; the other arguments are those of
-    `multi_tensor_adam_capturable`.
-
-    Raises:
-        UsageError: The lists do not fit, or the mode is unknown. Nothing was written.
-    """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "masters")
-    lists = checked("multi_tensor_adam_capturable_master", tensor_lists, *names)
-    _adam_on_device(noop_flag, lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale)
-
-
-def _adam_on_device(
-    noop_flag: Tensor, lists: list[list[Tensor]], lr: Tensor, beta1: float, beta2: float, epsilon: float, step: Tensor,
-    mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
-) -> None:  # fmt: skip
+    lists = checked("multi_tensor_adam_capturable", tensor_lists, *names[: 5 if len(tensor_lists) == 5 else 4])
     _check_mode("multi_tensor_adam_capturable", mode)
-    grads, params, firsts, seconds, masters = lists
+    grads, params, firsts, seconds, masters = lists if len(lists) == 5 else [*lists, lists[1]]
     if not grads:
         return
     device = grads[0].device
@@ -148,9 +124,9 @@ def _adam_on_device(
         tensor.to(device, non_blocking=True).reshape(()) for tensor in (lr, step, inv_scale, noop_flag)
     )
     skip = flag != 0
-    wide_grads = list(torch._foreach_mul(wide(grads), factor))
+    wide_grads = list(torch._foreach_mul(widened(grads), factor))
     # These are new tensors where the lists have half ones, which `write_back` copies them to below.
-    values, first_values, second_values = wide(masters), wide(firsts), wide(seconds)
+    values, first_values, second_values = widened(masters), widened(firsts), widened(seconds)
     formulas.adam_on_device_(
         values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
         bias_correction=bias_correction, weight_decay=weight_decay, decoupled=mode == 1, skip=skip,
@@ -224,7 +200,7 @@ def multi_tensor_lamb_stage1(
     """
     names = ("grads", "params", "exp_avgs", "exp_avg_sqs", "updates")
     lists = checked("multi_tensor_lamb_stage1", tensor_lists, *names)
-    grads, params, firsts, seconds, _ = (wide(tensors) for tensors in lists)
+    grads, params, firsts, seconds, _ = (widened(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, grads):
         return
     grads = formulas.clipped(grads, _norm(global_grad_norm, grads), max_global_grad_norm)
@@ -258,7 +234,7 @@ def multi_tensor_lamb_stage2(
         UsageError: The lists do not fit. Nothing was written.
     """
     lists = checked("multi_tensor_lamb_stage2", tensor_lists, "params", "updates")
-    params, updates = (wide(tensors) for tensors in lists)
+    params, updates = (widened(tensors) for tensors in lists)
     if _nothing_to_do(noop_flag, params):
         return
     updates = list(torch._foreach_mul(updates, lr))
@@ -283,7 +259,7 @@ def _step(
         return
     if _nothing_to_do(noop_flag, lists[0]):
         return
-    values = [wide(tensors) for tensors in lists]
+    values = [widened(tensors) for tensors in lists]
     rule.formula(*values, **numbers)
     for place, (tensors, new) in enumerate(zip(lists, values, strict=True)):
         if place != 1:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
+from autoamp.scaling import widened
 
 __all__ = [
     "MultiTensorApply", "checked", "multi_tensor_applier", "multi_tensor_axpby", "multi_tensor_l2norm",
-    "multi_tensor_scale", "wide",
+    "multi_tensor_scale",
 ]  # fmt: skip
 
 TensorLists = Sequence[Sequence[Tensor]]
@@ -67,7 +68,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
     inputs, outputs = checked("multi_tensor_scale", tensor_lists, "inputs", "outputs")
     if not inputs:
         return
-    torch._foreach_copy_(outputs, torch._foreach_mul(wide(inputs), scale))
+    torch._foreach_copy_(outputs, torch._foreach_mul(widened(inputs), scale))
     _flag(noop_flag, outputs)
 
 
@@ -95,7 +96,7 @@ def multi_tensor_axpby(
         return
     # Looked at first, since outputs may be the same tensors.
     _flag(noop_flag, {-1: [*xs, *ys], 0: xs, 1: ys}[arg_to_check])
-    sums = torch._foreach_add(torch._foreach_mul(wide(xs), a), torch._foreach_mul(wide(ys), b))
+    sums = torch._foreach_add(torch._foreach_mul(widened(xs), a), torch._foreach_mul(widened(ys), b))
     torch._foreach_copy_(outputs, sums)
 
 
@@ -119,7 +120,13 @@ def multi_tensor_l2norm(
         UsageError: There is not exactly one list.
     """
     (tensors,) = checked("multi_tensor_l2norm", tensor_lists, "tensors")
-    return _norms(noop_flag, tensors, per_tensor)
+    if not tensors:
+        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_empty(0, dtype=torch.float32)
+    dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
+    each = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
+    total = torch.linalg.vector_norm(each).reshape(1)
+    _raise_flag(noop_flag, ~torch.isfinite(total))
+    return total, each if per_tensor else each.new_empty(0)
 
 
 def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor]]:
@@ -144,21 +151,6 @@ def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise UsageError(f"{wanted}, of the same shapes; those at place {place} are {shapes}")
     return lists
-
-
-def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors in fp32. Those that are fp32 or fp64 already are returned themselves."""
-    return [tensor if tensor.dtype is torch.float64 else tensor.to(torch.float32) for tensor in tensors]
-
-
-def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
-    if not tensors:
-        return noop_flag.new_zeros(1, dtype=torch.float32), noop_flag.new_empty(0, dtype=torch.float32)
-    dtype = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors) else torch.float32
-    each = torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
-    total = torch.linalg.vector_norm(each).reshape(1)
-    _raise_flag(noop_flag, ~torch.isfinite(total))
-    return total, each if per_tensor else each.new_empty(0)
 
 
 def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:

@@ -85,7 +85,7 @@ def capturable(kind: Any, mode: int, masters: bool = False) -> Case:
         numbers = (torch.tensor(0.02), *ADAM, torch.tensor([step], dtype=torch.int32), mode, 1, 0.1, one(1.0))
         if masters:
             models, *averages = states
-            mo.multi_tensor_adam_capturable_master(1, noop, [grads, models, *averages, params], *numbers)
+            mo.multi_tensor_adam_capturable(1, noop, [grads, models, *averages, params], *numbers)
         else:
             mo.multi_tensor_adam_capturable(1, noop, [grads, params, *states], *numbers)
 
@@ -201,7 +201,7 @@ def test_capturable_adam_unscales_gradients_and_copies_masters(half: torch.dtype
     grads, (models,) = [grad * 4 for grad in true], zeros(half, 1)
     number = torch.tensor([1], dtype=torch.int32)
     lists = [grads, models, *zeros(torch.float32, 2), masters]
-    mo.multi_tensor_adam_capturable_master(1, flag(), lists, one(0.02), *ADAM, number, 1, 1, 0.1, one(0.25))
+    mo.multi_tensor_adam_capturable(1, flag(), lists, one(0.02), *ADAM, number, 1, 1, 0.1, one(0.25))
     mo.multi_tensor_adam(1, flag(), [true, plain, *zeros(torch.float32, 2)], 0.02, *ADAM, 1, 1, 1, 0.1)
     assert all(map(torch.equal, grads, true))
     torch.testing.assert_close(masters, plain)
