@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +14,7 @@ from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.fp16_utils.checkpoints import flag, load_or_restore, matched
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, scaled_loss
-from autoamp.stepping import (
-    MasterWeights,
-    ScalesItself,
-    StepGuard,
-    StepOwner,
-    is_optimizer,
-    scaled_block,
-)
-
-# The legacy names of a dynamic scaler's arguments.
-_DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window")
+from autoamp.stepping import MasterWeights, ScalesItself, StepGuard, StepOwner, is_optimizer, scaled_block
 
 _NO_COPY = (
     "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "
@@ -195,8 +186,8 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             set_grads_to_None: The name of ``set_to_none`` in Apex.
         """
         self._masters.refresh_params()
-        set_to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
-        if set_to_none:
+        to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
+        if to_none:
             self._masters.clear()
             return
         self._masters.share_gradients()
@@ -315,33 +306,24 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
 
 
-class _State(MutableMapping[Any, Any]):
+class _State(UserDict[Any, Any]):
     """A view of an optimizer's state, in which a half parameter finds what is stored by its master."""
 
     def __init__(self, state: Any, stepped: Callable[[Any], Any]) -> None:
-        self._state = state
+        self.data = state
         self._stepped = stepped
 
     def __getitem__(self, parameter: Any) -> Any:
-        return self._state[self._stepped(parameter)]
+        return self.data[self._stepped(parameter)]
 
     def __setitem__(self, parameter: Any, value: Any) -> None:
-        self._state[self._stepped(parameter)] = value
+        self.data[self._stepped(parameter)] = value
 
     def __delitem__(self, parameter: Any) -> None:
-        del self._state[self._stepped(parameter)]
+        del self.data[self._stepped(parameter)]
 
     def __contains__(self, parameter: object) -> bool:
-        return self._stepped(parameter) in self._state
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-    def __repr__(self) -> str:
-        return repr(self._state)
+        return self._stepped(parameter) in self.data
 
 
 def _owner() -> StepOwner:
@@ -352,16 +334,14 @@ def _owner() -> StepOwner:
 
 def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
     """Return the arguments of our dynamic scaler for the legacy ones. UsageError: there is no such argument."""
-    unknown = sorted(set(given) - set(_DYNAMIC_ARGUMENTS))
+    defaults = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000}
+    unknown = sorted(set(given) - set(defaults))
     if unknown:
-        raise UsageError(f"dynamic_loss_args has no {unknown[0]!r}; choose among {', '.join(_DYNAMIC_ARGUMENTS)}")
-    init_scale = float(given.get("init_scale", 2.0**16))
-    factor = float(given.get("scale_factor", 2.0))
+        raise UsageError(f"dynamic_loss_args has no {unknown[0]!r}; choose among {', '.join(defaults)}")
+    init_scale, factor, window = map(float, {**defaults, **given}.values())
     return {
-        "init_scale": init_scale,
-        "growth_factor": factor,
-        "backoff_factor": 1.0 / factor,
-        "growth_interval": int(given.get("scale_window", 2000)),
+        "init_scale": init_scale, "growth_factor": factor, "backoff_factor": 1.0 / factor,
+        "growth_interval": int(window),
         # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
         "max_loss_scale": max(init_scale, 2.0**24),
-    }
+    }  # fmt: skip
