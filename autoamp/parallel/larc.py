@@ -10,6 +10,15 @@ from torch import Tensor
 from autoamp.errors import UsageError
 
 
+def _of_wrapped(name: str) -> Any:
+    """Return a property that is an attribute of the wrapped optimizer."""
+
+    def get(larc: LARC) -> Any:
+        return getattr(larc.optim, name)
+
+    return property(get, lambda larc, value: setattr(larc.optim, name, value), doc=f"The wrapped optimizer's {name}.")
+
+
 class LARC(torch.optim.Optimizer):
     """Gives each parameter of an optimizer a learning rate of its own, by scaling its gradient before the step.
 
@@ -38,28 +47,9 @@ class LARC(torch.optim.Optimizer):
         # only what hooks need.
         super().__setstate__({})
 
-    @property
-    def param_groups(self) -> Any:
-        """The wrapped optimizer's groups."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optim.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optim.state = state
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's defaults."""
-        return self.optim.defaults
+    param_groups: Any = _of_wrapped("param_groups")
+    state: Any = _of_wrapped("state")
+    defaults: Any = _of_wrapped("defaults")
 
     def __getstate__(self) -> dict[str, Any]:
         # Without hooks and a scheduler's wrapper of `step`, which torch's optimizers do not copy either.
