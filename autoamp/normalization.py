@@ -396,26 +396,16 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         input, weight, rstd = ctx.saved_tensors
         shape, eps, dtype, kernel = ctx.rest
-        of_input, _, of_weight, *_ = wanted = ctx.needs_input_grad
+        of_input, _, of_weight, *_ = ctx.needs_input_grad
         if torch.is_grad_enabled():
+            # Gradients that can be differentiated again: those of the same norm by torch's functions.
             again = _rms(input, shape, weight, eps, dtype)
-            return _differentiable(again, (input, None, weight, None, None, None), wanted, grads[0])
+            given = [tensor for tensor, is_wanted in ((input, of_input), (weight, of_weight)) if is_wanted]
+            found = iter(torch.autograd.grad(again, given, grads[0], create_graph=True))
+            return next(found) if of_input else None, None, next(found) if of_weight else None, None, None, None
         made = kernel(
             grads[0].contiguous(), input, rstd, None if weight is None else weight.reshape(-1).float(),
             wanted=(of_input, of_weight),
         )  # fmt: skip
-        return made[0], None, _like(made[1], weight), None, None, None
-
-
-def _like(grad: Tensor | None, weight: Tensor | None) -> Tensor | None:
-    return None if grad is None or weight is None else grad.view(weight.shape).to(weight.dtype)
-
-
-def _differentiable(
-    output: Tensor, inputs: tuple[Tensor | None, ...], wanted: tuple[bool, ...], grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return gradients that can be differentiated again: those of the same norm by torch's functions."""
-    given = {place: one for place, one in enumerate(inputs) if one is not None and wanted[place]}
-    found = torch.autograd.grad(output, list(given.values()), grad, create_graph=True)
-    by_place = dict(zip(given, found, strict=True))
-    return tuple(by_place.get(place) for place in range(len(inputs)))
+        grad = made[1].view(weight.shape).to(weight.dtype) if of_weight else None
+        return made[0], None, grad, None, None, None

@@ -207,7 +207,8 @@ class AmpStash(GroupsOfMasters):
     def attach(self, optimizer: Any) -> None:
         """Give the optimizer this stash and the methods that Apex gave it."""
         optimizer._amp_stash = self
-        optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = _nothing_left_to_do
+        # `initialize` itself has made the masters.
+        optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = lambda: None
         optimizer._master_params_to_model_params = self.copy_down
         optimizer._prepare_amp_backward, optimizer._post_amp_backward = self.prepare_backward, self.post_backward
 
@@ -296,10 +297,6 @@ class AmpStash(GroupsOfMasters):
     def _groups(self) -> list[list[Tensor]]:
         optimizer = self._optimizer()
         return [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
-
-
-def _nothing_left_to_do() -> None:
-    """Do nothing: ``initialize`` itself makes the masters."""
 
 
 class AmpHandle:

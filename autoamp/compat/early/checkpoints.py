@@ -35,7 +35,13 @@ def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]
     if "fp32_groups" in state:
         masters = state["fp32_groups"]
     elif "fp32_groups_flat" in state:
-        masters = _by_group("fp32_groups_flat", state["fp32_groups_flat"], groups)
+        flats = state["fp32_groups_flat"]
+        found, wanted = [flat.numel() for flat in flats], [sum(master.numel() for master in group) for group in groups]
+        if found != wanted:
+            raise CheckpointError(
+                f"key 'fp32_groups_flat' holds groups of {found} elements, this optimizer has groups of {wanted}"
+            )
+        masters = [_parts(flat, group) for flat, group in zip(flats, groups, strict=True)]
         try:
             inner = _split_inner(inner, groups)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -56,15 +62,6 @@ def _unskipped(state: Mapping[str, Any]) -> int:
         return 0
     since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
     return max(since, 0) % int(state.get("scale_window", 1000))
-
-
-def _by_group(key: str, flats: Any, groups: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return a tensor for each master, split from one flat tensor a group. CheckpointError: sizes differ."""
-    found = [tensor.numel() for tensor in flats]
-    wanted = [sum(master.numel() for master in masters) for masters in groups]
-    if found != wanted:
-        raise CheckpointError(f"key {key!r} holds groups of {found} elements, this optimizer has groups of {wanted}")
-    return [_parts(flat, masters) for flat, masters in zip(flats, groups, strict=True)]
 
 
 def _parts(flat: Tensor, masters: Sequence[Tensor]) -> list[Tensor]:

@@ -12,7 +12,6 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -139,16 +138,15 @@ class _Batch:
             # The program runs a loss_batch of its own, with a scale_loss block in it.
             loss.backward(*args, **kwargs)
             return
-        others = _not_stepped(self._optimizer, reached_by([loss], kwargs.get("inputs"))[0])
-        if not others:
-            with self._handle.scale_loss(loss, self._optimizer) as scaled_loss:
-                scaled_loss.backward(*args, **kwargs)
-            return
+        leaves, stepped = reached_by([loss], kwargs.get("inputs"))[0], set(map(id, stepped_params(self._optimizer)))
+        others = [leaf for leaf in leaves if stepped.isdisjoint({id(leaf), id(master_of(leaf))})]
         # An optimizer that never steps stands for the other leaves, so that the block unscales and checks theirs too.
         # fastai does not clear their gradients, so inf and nan in them would overflow each batch to come.
-        stand_in, before = SGD(others), [leaf.grad for leaf in others]
-        stand_in.zero_grad()
-        with self._handle.scale_loss(loss, [self._optimizer, stand_in]) as scaled_loss:
+        before = [leaf.grad for leaf in others]
+        for leaf in others:
+            leaf.grad = None
+        optimizers = [self._optimizer, SGD(others)] if others else self._optimizer
+        with self._handle.scale_loss(loss, optimizers) as scaled_loss:
             scaled_loss.backward(*args, **kwargs)
         for leaf, gradient in zip(others, before, strict=True):
             new = None if leaf.grad is None else leaf.grad.nan_to_num(0.0, 0.0, 0.0)
@@ -256,12 +254,6 @@ def _will_skip(optimizer: Any) -> bool:
     guard = runtime.optimizers.guard(optimizer, check=False)
     guard.pending.finish_delayed()
     return bool(guard.pending.checks) and guard.overflowed()
-
-
-def _not_stepped(optimizer: Optimizer, leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves that an optimizer does not step, neither themselves nor by their masters."""
-    stepped = set(map(id, stepped_params(optimizer)))
-    return [leaf for leaf in leaves if stepped.isdisjoint({id(leaf), id(master_of(leaf))})]
 
 
 def _is_guardable(optimizer: Any) -> bool:
