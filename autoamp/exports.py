@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from autoamp.checkpoints import DistributedState as DistributedState
+from autoamp.cli import load_ipython_extension as load_ipython_extension
 from autoamp.compat import watch_fastai1 as _watch_fastai1
 from autoamp.errors import AutoampError as AutoampError
 from autoamp.errors import BannedFunctionError as BannedFunctionError
@@ -24,7 +25,6 @@ from autoamp.levels import master_params as master_params
 from autoamp.levels import scale_loss as scale_loss
 from autoamp.levels import state_dict as state_dict
 from autoamp.memory import keep_freed_memory as keep_freed_memory
-from autoamp.notebook import load_ipython_extension as load_ipython_extension
 from autoamp.runtime import BaseHandle as BaseHandle
 from autoamp.runtime import Handle as Handle
 from autoamp.runtime import NoOpHandle as NoOpHandle

@@ -76,7 +76,7 @@ def default_half_dtype(device_type: str) -> torch.dtype:
     except RuntimeError:
         raise UsageError(
             f"torch has no default half dtype for device_type={device_type!r}; give dtype=torch.float16 or "
-            "torch.bfloat16, or choose another device type"
+            "dtype=torch.bfloat16, or choose another device type"
         ) from None
 
 

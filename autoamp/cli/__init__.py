@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from autoamp.cli.command import main, parser
+from autoamp.cli.notebook import load_ipython_extension
 
-__all__ = ["main", "parser"]
+__all__ = ["load_ipython_extension", "main", "parser"]

@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
 from autoamp.cli.report import Report
@@ -56,7 +57,7 @@ def write_child_report(folder: Path, report: Report) -> None:
     with contextlib.suppress(OSError):
         # The parent reads whole files only.
         partial = folder / f"{name}.tmp"
-        partial.write_text(json.dumps(report.as_dict()), encoding="utf-8")
+        partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
         partial.replace(folder / f"{name}.json")
 
 

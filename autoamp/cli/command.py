@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import pkgutil
 import platform
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from autoamp.cli.output import say
+from autoamp.cli.output import as_typed, say
 from autoamp.errors import AutoampError
 
-DTYPES = ("fp16", "float16", "bf16", "bfloat16")
-LEVELS = ("O0", "O1", "O2", "O3")
+# The names of a half dtype, with that of torch.
+DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 # Each returns the exit code, or a function that runs the program. A command imports only its own module.
 _FUNCTIONS = {
-    "bisect": "autoamp.cli.bisect:bisect",
+    "bisect": "autoamp.cli.searches:bisect",
     "doctor": "autoamp.cli.doctor:doctor",
     "lists": "autoamp.cli.lists:lists",
-    "profile": "autoamp.cli.profile:prepared_profile",
-    "replay": "autoamp.cli.replay:replay",
-    "report": "autoamp.cli.reports:report",
+    "profile": "autoamp.cli.run:prepared_profile",
+    "replay": "autoamp.cli.files:replay",
+    "report": "autoamp.cli.files:report",
     "run": "autoamp.cli.run:prepared_run",
-    "tune": "autoamp.cli.tune:tune",
+    "tune": "autoamp.cli.searches:tune",
 }
 
 _RUN_HELP = """\
@@ -103,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = pkgutil.resolve_name(_FUNCTIONS[chosen.command])(chosen)
     except AutoampError as error:
-        say(str(error), wrong=True)
+        options = {name: f"--{name.replace('_', '-')} " for name in vars(chosen)}
+        say(as_typed(error, {**options, "lists": "--set "} if chosen.command == "lists" else options), wrong=True)
         return 2
     if isinstance(result, int):
         return result
@@ -116,41 +115,27 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="autoamp", description="Mixed precision for PyTorch programs.")
     found.add_argument("--version", action="version", version=_version(), help="show the versions and exit")
     commands = found.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (_add_run, _add_profile, _add_tune, _add_bisect, _add_replay, _add_doctor, _add_lists, _add_report):
+    for add in (_add_run, _add_profile, _add_searches, _add_replay, _add_doctor, _add_lists, _add_report):
         add(commands)
     return found
 
 
 def _version() -> str:
     """Return the versions of autoamp, torch and Python; nothing is imported for them."""
-    found = importlib.util.find_spec("torch")
-    torch = None if found is None or found.origin is None else _version_in(Path(found.origin).with_name("version.py"))
-    ours = sys.modules["autoamp"].__version__
-    return f"autoamp {ours} (torch {torch or 'not found'}, Python {platform.python_version()})"
-
-
-def _version_in(file: Path) -> str | None:
     try:
-        found = re.search(r"^__version__ = [\"']([^\"']+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        return None
-    return None if found is None else found[1]
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "not found"
+    return f"autoamp {sys.modules['autoamp'].__version__} (torch {torch}, Python {platform.python_version()})"
 
 
 def _add_run(commands: Any) -> None:
-    """Add the command ``run`` to a parser's commands."""
-    run = commands.add_parser(
-        "run",
-        help="run a program unmodified, in mixed precision",
-        description=_RUN_HELP,
+    run = commands.add_parser("run", help="run a program unmodified, in mixed precision", description=_RUN_HELP)
+    add_casts(
+        run, "default: bf16 or fp16 if the device has units for it, else fp32; fp16 for a script that imports apex"
     )
-    run.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="default: bf16 or fp16 if the device has units for it, else fp32; fp16 for a script that imports apex",
-    )
-    _add_device_and_lists(run)
-    run.add_argument("--opt-level", default="O1", choices=LEVELS, help=_LEVEL_HELP)
+    # Checked where the levels are, so that a digit 0 gets their message.
+    run.add_argument("--opt-level", default="O1", metavar="{O0,O1,O2,O3}", help=_LEVEL_HELP)
     run.add_argument(
         "--loss-scale",
         metavar="SCALE",
@@ -182,20 +167,30 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    """Add the command ``profile`` to a parser's commands."""
-    profile = commands.add_parser(
-        "profile",
-        help="run a program in fp32, and show which of its values fp16 and bf16 cannot hold",
-        description=_PROFILE_HELP,
-    )
+    which = "run a program in fp32, and show which of its values fp16 and bf16 cannot hold"
+    profile = commands.add_parser("profile", help=which, description=_PROFILE_HELP)
     profile.add_argument("--json", metavar="FILE", help="write all results to this file, as JSON")
-    _add_device_and_lists(profile)
+    add_casts(profile)
     _add_program(profile)
 
 
-def _add_tune(commands: Any) -> None:
-    """Add the command ``tune`` to a parser's commands."""
-    tune = _searching(commands, "tune", "find the list for a program on this device", _TUNE_HELP, budget="10m")
+def _add_searches(commands: Any) -> None:
+    """Add `tune` and `bisect`, which run a program by several lists."""
+    tune = commands.add_parser("tune", help="find the list for a program on this device", description=_TUNE_HELP)
+    which = "find which modules and ops must be fp32 for a program's metric"
+    bisect = commands.add_parser("bisect", help=which, description=_BISECT_HELP)
+    for search, budget in ((tune, "10m"), (bisect, "1h")):
+        search.add_argument(
+            "--metric", required=True, metavar="NAME",
+            help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a variable "
+            "of the script; the last value counts",
+        )  # fmt: skip
+        search.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
+                            help="how much worse than in fp32 the metric may be, relative; default 0.02")  # fmt: skip
+        search.add_argument("--budget", default=budget, metavar="TIME", help=f"such as 60s, 10m, 2h; default {budget}")
+        search.add_argument("--seed", type=int, default=0, help="the first of the runs' seeds; default 0")
+        search.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps to survey; default 3")
+        add_casts(search, "default: bf16 or fp16 if the device has units for it")
     tune.add_argument(
         "--higher-is-better", action="store_true", help="a larger metric is better; default: a smaller one"
     )
@@ -204,35 +199,18 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--seeds", type=int, default=2, metavar="N", help="runs of each candidate; default 2")
     tune.add_argument("-o", "--output", default="autoamp.toml", metavar="FILE", help="default: autoamp.toml")
     _add_program(tune, "--metric NAME ")
+    _add_program(bisect, "--metric NAME ")
 
 
-def _add_bisect(commands: Any) -> None:
-    """Add the command ``bisect`` to a parser's commands."""
-    which = "find which modules and ops must be fp32 for a program's metric"
-    _add_program(_searching(commands, "bisect", which, _BISECT_HELP, budget="1h"), "--metric NAME ")
+def add_casts(command: argparse.ArgumentParser, dtype: str | None = None) -> None:
+    """Add the options that tell what is cast, in which dtype, by which lists.
 
-
-def _searching(commands: Any, name: str, which: str, description: str, *, budget: str) -> argparse.ArgumentParser:
-    """Add a command that runs a program by several lists, with the options of all of these."""
-    found: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=which,
-        description=description,
-    )
-    found.add_argument("--metric", required=True, metavar="NAME",
-                       help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a "
-                       "variable of the script; the last value counts")  # fmt: skip
-    found.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
-                       help="how much worse than in fp32 the metric may be, relative; default 0.02")  # fmt: skip
-    found.add_argument("--budget", default=budget, metavar="TIME", help=f"such as 60s, 10m, 2h; default {budget}")
-    found.add_argument("--seed", type=int, default=0, help="the first of the runs' seeds; default 0")
-    found.add_argument("--survey-steps", type=int, default=3, metavar="N", help="steps that are surveyed; default 3")
-    found.add_argument("--dtype", choices=DTYPES, help="default: bf16 or fp16 if the device has units for it")
-    _add_device_and_lists(found)
-    return found
-
-
-def _add_device_and_lists(command: argparse.ArgumentParser) -> None:
+    Args:
+        command: The parser of a command.
+        dtype: The help of ``--dtype``; None for a command without it.
+    """
+    if dtype is not None:
+        command.add_argument("--dtype", choices=DTYPES, help=dtype)
     command.add_argument("--device-type", help="whose tensors are cast: cuda, cpu, ...; default: the accelerator")
     command.add_argument("--lists", action="append", default=[], metavar="LIST",
                          help="a list set or file, over the project's own; repeatable")  # fmt: skip
@@ -249,17 +227,12 @@ def _add_program(command: argparse.ArgumentParser, needed: str = "") -> None:
 
 
 def _add_replay(commands: Any) -> None:
-    """Add the command ``replay`` to a parser's commands."""
-    replay = commands.add_parser(
-        "replay",
-        help="run the step of a capsule again, and name the op that overflowed",
-        description=_REPLAY_HELP,
-    )
+    which = "run the step of a capsule again, and name the op that overflowed"
+    replay = commands.add_parser("replay", help=which, description=_REPLAY_HELP)
     replay.add_argument("capsule", metavar="FILE", help="written by autoamp run --capsule")
 
 
 def _add_doctor(commands: Any) -> None:
-    """Add the command ``doctor`` to a parser's commands."""
     doctor = commands.add_parser("doctor", help="check the device, the lists, and the names bound before init")
     doctor.add_argument("--quick", action="store_true", help="skip the measurements")
     doctor.add_argument("--device-type", help="cuda, cpu, ...; default: the accelerator")
@@ -269,10 +242,9 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_lists(commands: Any) -> None:
-    """Add the command ``lists`` to a parser's commands."""
     lists = commands.add_parser("lists", help="show each rule with its reason, file and line")
     lists.add_argument("ops", nargs="*", metavar="OP", help="show the rules for these ops only, such as softmax")
-    lists.add_argument("--set", default=None, help="a list set or file; default: what this project uses")
+    lists.add_argument("--set", dest="lists", metavar="SET", help="a list set or file; default: what this project uses")
     lists.add_argument("--dtype", choices=DTYPES, help="the half dtype; default: that of the device")
     lists.add_argument("--device-type", help="the device: cuda, cpu, ...; default: the accelerator")
     lists.add_argument("--check", action="store_true",
@@ -281,16 +253,9 @@ def _add_lists(commands: Any) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    """Add the command ``report`` to a parser's commands."""
-    report = commands.add_parser(
-        "report",
-        help="make an HTML page of a run",
-        description="Makes an HTML page of a file that autoamp run --report FILE.json wrote.",
-    )
+    description = "Makes an HTML page of a file that autoamp run --report FILE.json wrote."
+    report = commands.add_parser("report", help="make an HTML page of a run", description=description)
     report.add_argument("run", metavar="RUN.json", help="the file")
     report.add_argument("-o", "--output", default="report.html", metavar="FILE.html", help="default: report.html")
-    report.add_argument(
-        "--fail-on",
-        choices=["overflow", "skip"],
-        help="end with exit code 3 if the run has such skips; see autoamp run",
-    )
+    which = "end with exit code 3 if the run has such skips; see autoamp run"
+    report.add_argument("--fail-on", choices=["overflow", "skip"], help=which)

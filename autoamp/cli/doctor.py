@@ -1,20 +1,33 @@
-"""`autoamp doctor`: looks at the device, the lists and the names taken before `init`, and prints what it finds."""
+"""`autoamp doctor`: looks at the device, the lists and the names bound before `init`, and prints what it finds."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
+import platform
 import sys
-from collections.abc import Mapping, Sequence
+import types
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from autoamp.cli import probes
+import torch
+
 from autoamp.cli.measurements import REPEATS, measure
 from autoamp.cli.output import aligned, show
-from autoamp.diagnostics import Consistency
+from autoamp.compat import added_to_real_apex, real_apex
+from autoamp.diagnostics import Consistency, versions
 from autoamp.errors import ListFileError, UsageError, kind_of
-from autoamp.runtime import current_handle, init
+from autoamp.half_units import HALF_NAMES, default_half_dtype, half_dtype_with_units, has_units, missing_units
+from autoamp.kernels import backends
+from autoamp.memory import why_not_kept
+from autoamp.ops import expand, owns_its_names
+from autoamp.patching import original_of
+from autoamp.rules import ENVIRONMENT_VARIABLE, shipped_sets
+from autoamp.runtime import Region, Settings, check_device, current_handle, device_type_of, init
+from autoamp.tensors import dtype_name
 
 
 def doctor(chosen: argparse.Namespace) -> int:
@@ -29,35 +42,131 @@ def doctor(chosen: argparse.Namespace) -> int:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:
             raise UsageError(f"--import {module}: {type(error).__name__}: {error}") from error
-    device = probes.device_of(chosen.device_type)
-    kind = device["kind"]
-    try:
-        lists, code = _of_lists(probes.lists_of(kind), probes.bound_names()), 0
-    except ListFileError as error:
-        lists, code = {"Lists": ["cannot be used, here and by autoamp.init():", str(error)]}, 1
-    packages: Mapping[str, Any] = probes.packages()
-    apex = packages["apex"] or "no real apex; `autoamp run` lets `import apex` find autoamp"
-    sections = {
-        "Packages": _rows(
-            ("autoamp", packages["autoamp"]), ("torch", packages["torch"]), ("Python", packages["python"]),
-            ("kernels", *probes.kernels()), ("apex", apex),
-        ),
-        "Device": _rows(
-            (kind, device["name"]), ("half units", device["units"]),
-            ("default dtype", f"{device['default']}; {device['run_default']} for `autoamp run`"),
-            ("fp32 matmul", f"precision {device['fp32_matmul']!r}"), ("freed memory", probes.freed_memory(kind)),
-        ),
-    }  # fmt: skip
+    kind = device_type_of(chosen.device_type)
+    check_device(kind)
+    sections, code = {"Packages": _packages(), "Device": _device(kind)}, 0
     if not chosen.quick:
         sections[f"Measured (median of {REPEATS} repeats)"] = [one.verdict for one in measure(kind)]
+    try:
+        sections |= {"Lists": _lists(kind), "Names bound before init": _bound_names()}
+    except ListFileError as error:
+        sections["Lists"], code = ["cannot be used, here and by autoamp.init():", str(error)], 1
     if chosen.consistency is not None and code == 0:
         found = _consistency(chosen.consistency, kind)
-        lists = {**lists, f"Consistency of {chosen.consistency}": str(found).splitlines()}
+        sections[f"Consistency of {chosen.consistency}"] = str(found).splitlines()
         code = {True: 0, False: 1, None: 4}[found.is_consistent]
-    for heading, lines in {**sections, **lists}.items():
+    for heading, lines in sections.items():
         show(heading)
         sys.stdout.write("".join(f"  {line}\n" for line in lines) + "\n")
     return code
+
+
+def _rows(*rows: tuple[str, ...]) -> list[str]:
+    """Return lines of a label and its values, which are below one another; none for a label without values."""
+    return aligned([("" if place else label, value) for label, *values in rows for place, value in enumerate(values)])
+
+
+def _packages() -> list[str]:
+    """Return the versions of the packages that matter, the compiled kernels, and whether there is a real apex."""
+    found, apex = versions(), real_apex() or "no real apex; `autoamp run` lets `import apex` find autoamp"
+    adds = "; autoamp adds the modules that it lacks, such as apex.amp" if "amp" in added_to_real_apex() else ""
+    return _rows(
+        ("autoamp", found["autoamp"]), ("torch", found["torch"]), ("Python", found["python"]),
+        ("kernels", *map(str, backends())), ("apex", f"{apex}{adds}"),
+    )  # fmt: skip
+
+
+def _device(kind: str) -> list[str]:
+    """Return what casts would act on: the device, the half dtypes that it has units for, and the default ones."""
+    name = kind
+    if kind == "cpu":
+        cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+        name = f"{cpu}, {torch.get_num_threads()} threads"
+    elif kind == "cuda":
+        major, minor = torch.cuda.get_device_capability()
+        name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    default = default_half_dtype(kind)
+    by_init = default if has_units(default, kind) else torch.float32
+    in_runs = half_dtype_with_units(kind) or torch.float32
+    units = [name for dtype, name in HALF_NAMES.items() if has_units(dtype, kind)]
+    lacking = [] if has_units(default, kind) else [missing_units(default, kind)]
+    if kind not in ("cpu", "cuda", "mps") or (kind == "cuda" and torch.version.hip is not None):
+        units, lacking = ["not known; see the measurement"], []
+    why = why_not_kept() if kind == "cpu" else "only where a run computes on a CPU"
+    return _rows(
+        (kind, name), ("half units", ", but ".join(filter(None, [", ".join(units), *lacking]))),
+        ("default dtype", f"{dtype_name(by_init)}; {dtype_name(in_runs)} for `autoamp run`"),
+        ("fp32 matmul", f"precision {torch.get_float32_matmul_precision()!r}"),
+        ("freed memory", "kept by `autoamp run`" if why is None else f"not kept: {why}"),
+    )  # fmt: skip
+
+
+def _lists(kind: str) -> list[str]:
+    """Return the lists that `autoamp.init` would use here for a device type. ListFileError: one cannot be used."""
+    table = Settings.from_arguments(device_type=kind).table
+    found = expand(table)
+    used = sorted(Counter(rule.origin.path for rule in table.rules).items())
+    lacking, waiting = ([", ".join(rule.target for rule in rules)] for rules in (found.skipped, found.deferred))
+    return _rows(
+        ("shipped sets", ", ".join(shipped_sets())),
+        ("AUTOAMP_LISTS", os.environ.get(ENVIRONMENT_VARIABLE) or "not set"),
+        *((f"{count} rules", path) for path, count in used),
+        ("lacking here", *filter(None, lacking)), ("not imported", *filter(None, waiting)),
+        ("[modules]", *(f"{rule.pattern}: {rule.precision.value} ({rule.origin})" for rule in table.modules)),
+    )  # fmt: skip
+
+
+def _bound_names() -> list[str]:
+    """Return the names that imported modules hold of functions that `autoamp.init` patches, but torch's own.
+
+    It rebinds module globals (``from torch import relu``). It does not reach items of containers, attributes of
+    classes, default arguments and partials.
+    """
+    settings = Settings.from_arguments()
+    with Region(True, settings) as handle:
+        rebound = sorted(name for name in handle.late_bound if not name.startswith("torch."))
+    originals = {id(target.original): target.original for target in expand(settings.table).targets}
+    unreached = []
+    for name, module in sorted(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and not name.startswith("torch.") and not owns_its_names(name):
+            for attribute, value in list(vars(module).items()):
+                places = _places(value, name)
+                unreached += [
+                    f"{name}.{attribute}{place}" for place, held in places if id(original_of(held)) in originals
+                ]
+    lines = []
+    for names, what in (
+        (rebound, "are rebound by init"),
+        (list(dict.fromkeys(unreached)), "keep torch's own: init does not reach them"),
+    ):
+        lines += [f"{len(names)} {what}" + (":" if names else ""), *(f"  {name}" for name in names)]
+    return lines
+
+
+def _places(value: Any, module: str) -> Iterator[tuple[str, Any]]:
+    """Yield the objects that a global holds one level down, and how they are reached. Runs no code of the program."""
+    if type(value) is dict:
+        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
+    elif type(value) in (list, tuple):
+        yield from ((f"[{at}]", item) for at, item in enumerate(value))
+    elif type(value) is functools.partial:
+        yield ".func", value.func
+    elif isinstance(value, types.FunctionType) and value.__module__ == module:
+        yield from _defaults(value)
+    elif isinstance(value, type) and value.__module__ == module:
+        for name, held in list(vars(value).items()):
+            plain = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
+            yield f".{name}", plain
+            if isinstance(plain, types.FunctionType):
+                yield from ((f".{name}{place}", item) for place, item in _defaults(plain))
+
+
+def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    # From the last. A named tuple's constructor has more of them than its code has names.
+    given = zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
+    yield from ((f"({name}=)", held) for name, held in given)
+    yield from ((f"({name}=)", held) for name, held in (function.__kwdefaults__ or {}).items())
 
 
 def _consistency(name: str, device_type: str) -> Consistency:
@@ -74,31 +183,3 @@ def _consistency(name: str, device_type: str) -> Consistency:
         return handle.consistency(*made)
     finally:
         handle.deactivate()
-
-
-def _of_lists(lists: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the lines on the lists, and on the names that were bound before `init`, by their headings."""
-    rows = _rows(
-        ("shipped sets", ", ".join(lists["shipped"])), ("AUTOAMP_LISTS", lists["environment"] or "not set"),
-        *((f"{count} rules", path) for path, count in lists["used"].items()),
-        ("lacking here", *filter(None, [", ".join(lists["lacking"])])),
-        ("not imported", *filter(None, [", ".join(lists["waiting"])])),
-        ("[modules]", *lists["modules"]),
-    )  # fmt: skip
-    return {"Lists": rows, "Names bound before init": _name_lines(names)}
-
-
-def _rows(*rows: tuple[str, ...]) -> list[str]:
-    """Return lines of a label and its values, which are below one another; none for a label without values."""
-    return aligned([("" if place else label, value) for label, *values in rows for place, value in enumerate(values)])
-
-
-def _name_lines(names: Mapping[str, Sequence[str]]) -> list[str]:
-    lines = []
-    for found, what in (
-        (names["rebound"], "are rebound by init"),
-        (names["unreached"], "keep torch's own: init does not reach them"),
-    ):
-        lines.append(f"{len(found)} {what}" + (":" if found else ""))
-        lines += [f"  {name}" for name in found]
-    return lines

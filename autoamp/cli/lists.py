@@ -7,14 +7,13 @@ import sys
 
 import torch
 
-from autoamp.cli import probes
-from autoamp.cli.options import DTYPES
 from autoamp.cli.output import aligned
+from autoamp.cli.session import half_dtype
 from autoamp.diagnostics import check_lists, explain
 from autoamp.errors import UsageError
 from autoamp.ops import AutocastDifference, autocast_differences, known_ops
 from autoamp.rules import CastPolicy, CastRule, CastTable, check_bare_names, package_tables
-from autoamp.runtime import device_type_of
+from autoamp.runtime import Settings, device_type_of
 
 # The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
 _NO_OPS = "computes nothing"
@@ -22,7 +21,7 @@ _NO_OPS = "computes nothing"
 
 def lists(chosen: argparse.Namespace) -> int:
     """Print the rules of this project, or those for some ops. Returns the exit code."""
-    table = probes.default_table(chosen.set, chosen.device_type, None if chosen.dtype is None else DTYPES[chosen.dtype])
+    table = Settings.from_arguments(chosen.lists, chosen.device_type, half_dtype(chosen.dtype)).table
     if chosen.check:
         return _check(table, device_type_of(chosen.device_type))
     if chosen.ops:
@@ -86,7 +85,7 @@ def _is_no_op(rule: CastRule) -> bool:
 def _checked(name: str) -> str:
     """Return the name of an op. UsageError: it is Python's own, such as ``__dir__``, or a type such as ``Optional``."""
     plain = name.rpartition(".")[2]
-    no_ops = {rule.target for rule in probes.default_table("default").rules if _is_no_op(rule)}
+    no_ops = {rule.target for rule in Settings.from_arguments("default").table.rules if _is_no_op(rule)}
     if plain in no_ops and (plain.startswith("__") or plain[:1].isupper()):
         raise UsageError(f"{name!r} is a name of torch, but not an op; give a name such as 'softmax'")
     return name

@@ -1,10 +1,11 @@
-"""Tables as lines of text, and messages on stderr."""
+"""Tables as lines of text, messages on stderr, and errors of the library in words of the command line."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,20 @@ def writable(option: str, name: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"{option} {name!r} cannot be written: give a file in a directory that exists")
     return path
+
+
+def as_typed(error: Exception, names: Mapping[str, str]) -> str:
+    """Return the message of an error of the library, with its arguments as the user gave them.
+
+    Args:
+        error: It names arguments of functions, such as ``device_type='gpu'``.
+        names: What stands in the place of ``device_type=``, by argument: ``"--device-type "``.
+    """
+
+    def typed(found: re.Match[str]) -> str:
+        return f"{names[found[1]].strip(' =')}:" if found[2] else names[found[1]]
+
+    return re.sub(rf"\b({'|'.join(names)})=(:?)(?:torch\.)?", typed, str(error))
 
 
 def say(line: str, *, wrong: bool = False) -> None:

@@ -24,8 +24,7 @@ import torch
 
 from autoamp import runtime
 from autoamp.cli.launch import Program, prepared, take_path
-from autoamp.cli.options import Options
-from autoamp.cli.session import Run, set_up
+from autoamp.cli.session import Options, Run, set_up
 from autoamp.program import listen
 from autoamp.runtime import BaseHandle
 from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
@@ -39,12 +38,12 @@ def main(spec_text: str, program_args: list[str]) -> None:
     spec = json.loads(spec_text)
     program = Program(program_args[0], tuple(program_args[1:]), spec["is_module"])
     take_path(program)
-    options = Options.from_mapping(spec["options"])
+    options = Options(**spec["options"])
     run = set_up(options)
     random.seed(spec["seed"])
     np.random.seed(spec["seed"])
     torch.manual_seed(spec["seed"])
-    program_runs = prepared(program, options.as_dict())
+    program_runs = prepared(program, spec["options"])
     outcome: dict[str, Any] = {}
     process = os.getpid()
     try:

@@ -15,15 +15,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from autoamp.cli.options import Options
+from autoamp.cli.launch import Program, take_path
 from autoamp.cli.output import say
+from autoamp.cli.session import Options, half_dtype
 from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype, has_units, missing_units
 from autoamp.rules import ENVIRONMENT_VARIABLE
-from autoamp.runtime import device_type_of
+from autoamp.runtime import Settings, check_device
 from autoamp.tuning import (
     METRICS_VARIABLE,
     Outcome,
@@ -67,16 +69,17 @@ def program_runs(chosen: argparse.Namespace) -> Iterator[ProgramRuns]:
 
     Raises:
         UsageError: An option is invalid, or the program does not exist.
+        ListFileError: A list cannot be used.
     """
     budget = seconds_of(chosen.budget)
-    kind = device_type_of(chosen.device_type)
+    kind = Settings.from_arguments(chosen.lists or None, chosen.device_type, half_dtype(chosen.dtype)).device_type
+    check_device(kind)
     if chosen.dtype is None and not has_units(default_half_dtype(kind), kind):
         why = missing_units(default_half_dtype(kind), kind)
         raise UsageError(f"{why}, and programs run in fp32 there; to use half precision anyway, give --dtype")
     if not chosen.tolerance >= 0 or chosen.survey_steps < 1:
         raise UsageError("--survey-steps must be 1 or more, and --tolerance 0 or more")
-    if not chosen.is_module and not os.path.exists(chosen.program):
-        raise UsageError(f"can't open file {chosen.program!r}; give the path of a script, or -m a module")
+    take_path(Program(chosen.program, is_module=chosen.is_module))
     before = {number: signal.signal(number, _stop) for number in _SIGNALS}
     try:
         with tempfile.TemporaryDirectory(prefix="autoamp-") as folder:
@@ -184,7 +187,7 @@ class ProgramRuns:
         options = Options(chosen.dtype, chosen.device_type, lists, opt_level="O0" if mode == "fp32" else "O1")
         spec = {
             "mode": mode, "seed": seed, "metric": chosen.metric, "outcome": str(files["outcome"]),
-            "is_module": chosen.is_module, "options": options.as_dict(), "steps": chosen.survey_steps,
+            "is_module": chosen.is_module, "options": asdict(options), "steps": chosen.survey_steps,
             **how,
         }  # fmt: skip
         command = [sys.executable, "-m", "autoamp.cli.program_child", json.dumps(spec), chosen.program, *chosen.args]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autoamp.diagnostics import versions
+from autoamp.memory import peak_rss
 from autoamp.modules import AUTOCAST
 
 _SUMMED = ("steps", "skipped", "nonfinite", "lost_params", "half_params")
@@ -71,8 +72,8 @@ class Report:
     parameters: dict[str, int] | None = None
     masters: bool = False
     children: int = 0
-    rank: int | None = None
-    ranks: int | None = None
+    rank: int | None = field(default_factory=lambda: _rank_variable("RANK"))
+    ranks: int | None = field(default_factory=lambda: _rank_variable("WORLD_SIZE"))
     lists: list[str] = field(default_factory=list)
     folder: str = field(default_factory=os.getcwd)
     half_losses: list[dict[str, Any]] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Report:
     half_params: int = 0
     repeated: list[str] = field(default_factory=list)
     memory: str | None = None
-    peak_rss: int | None = None
+    peak_rss: int | None = field(default_factory=peak_rss)
     versions: dict[str, str] = field(default_factory=versions)
 
     @property
@@ -114,11 +115,6 @@ class Report:
             own_dtypes=_sum(one.own_dtypes for one in everyone) or {},
             children=self.children + sum(1 + child.children for child in working),
         )
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the program ended as one does that refuses its command line, and had not begun."""
-        return self.exit_code == 2 and self.is_idle
 
     def summary(self) -> str:
         """Return the result as text: a line, one for each rule that had no effect, one for what half precision lost."""
@@ -209,9 +205,11 @@ class Report:
         freed = "" if self.memory is None else f", freed memory {self.memory}"
         return [] if self.peak_rss is None else [f"peak RSS {self.peak_rss / 2**20:,.0f} MiB{freed}"]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain JSON values by the attributes' names."""
-        return asdict(self)
+
+def _rank_variable(name: str) -> int | None:
+    """Return a variable that torchrun sets, None elsewhere."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else None
 
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:

@@ -1,28 +1,31 @@
-"""`autoamp run`: runs a program in mixed precision, with a summary, a report and exit codes."""
+"""`autoamp run` and `autoamp profile`: they run a program, and tell at its end how it went."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autoamp.cli.children import ChildReports, make_folder, parents_folder, take_reports, write_child_report
 from autoamp.cli.launch import Program, prepared, take_path
-from autoamp.cli.options import Options
 from autoamp.cli.output import say, writable
-from autoamp.cli.report import Report
-from autoamp.cli.reports import FAILED
-from autoamp.cli.session import Run, set_up
-from autoamp.compat import added_to_real_apex
+from autoamp.cli.session import Options, Run, set_up
+from autoamp.compat import added_to_real_apex, real_apex
 from autoamp.diagnostics import check_report_tools, failures, is_page, write_report
 from autoamp.errors import UsageError
+from autoamp.runtime import Handle, Settings, check_device, put_handle
 
+# The exit code where ``--fail-on`` found something.
+FAILED = 3
 # Seconds for the summary and the report after SIGTERM.
 _LAST_WORDS = 10.0
 
@@ -42,11 +45,11 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
             f"autoamp run -m {chosen.program} would not reach the processes that it starts; "
             "use torchrun [its options] -m autoamp run [options] script.py"
         )
-    options = Options.from_mapping(vars(chosen))
+    options = Options(**{name: value for name, value in vars(chosen).items() if name in Options.__dataclass_fields__})
     judged, reports = chosen.fail_on is not None, chosen.report is not None
     if judged or reports:
         # On every rank: either all ranks trace, or none.
-        options = dataclasses.replace(options, trace_overflow=True)
+        options = replace(options, trace_overflow=True)
     path = writable("--report", chosen.report) if reports else None
     if path is not None and is_page(path):
         check_report_tools()
@@ -58,19 +61,13 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     counts = reports or speaks or parent is not None
     # --fail-on needs no sampled steps.
     run = set_up(options, count=counts, record=judged or reports, sample=reports)
-    try:
-        run_program = prepared(program, run.options.as_dict())
-    except BaseException:
-        run.abandon()
-        raise
-    if run.real_apex is not None and first:
+    run_program = prepared(program, asdict(run.options))
+    real = real_apex()
+    if first and real is not None and options.apex and not options.shadow_apex:
         added = added_to_real_apex()
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
-        say(f"a real apex is installed ({run.real_apex}); {what}; --shadow-apex hides it")
+        say(f"a real apex is installed ({real}); {what}; --shadow-apex hides it")
     end = _RunEnd(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
-    # This runs after the program's own exit functions, and after multiprocessing has joined its children.
-    multiprocessing.util.Finalize(None, end.tell, exitpriority=-100)
-    end.tell_if_terminated()
 
     def run_and_note() -> None:
         try:
@@ -83,12 +80,39 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     return run_and_note
 
 
-def set_up_child(options: Mapping[str, Any]) -> None:
-    """Set up a process that a program under `autoamp run` started, as the program's own was."""
-    folder = parents_folder()
-    run = set_up(Options.from_mapping(options), count=folder is not None)
-    if folder is not None:
-        ChildReports(run, folder).write_at_end()
+def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
+    """Set this process up, and return a function that runs the program and prints the profile when it has ended.
+
+    Args:
+        chosen: The parsed command line.
+
+    Raises:
+        UsageError: An option is wrong, or there is no such program.
+        ListFileError: A list cannot be used.
+    """
+    path = None if chosen.json is None else writable("--json", chosen.json)
+    program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
+    take_path(program)
+    settings = Settings.from_arguments(chosen.lists or None, chosen.device_type, torch.float16)
+    check_device(settings.device_type)
+    handle: Any = Handle(settings)
+    put_handle(handle)
+    ranges = handle.profile_ranges()
+    run_program = prepared(program, asdict(Options(opt_level="O0", device_type=chosen.device_type)))
+    process = os.getpid()
+
+    def run() -> None:
+        try:
+            with ranges:
+                run_program()
+        finally:
+            # Forks of the program end here too.
+            if os.getpid() == process:
+                sys.stdout.write(str(ranges))
+                if path is not None:
+                    path.write_text(ranges.to_json(), encoding="utf-8")
+
+    return run
 
 
 class _RunEnd:
@@ -108,6 +132,11 @@ class _RunEnd:
         self._children = make_folder() if counts else None
         if self._children is not None:
             ChildReports(run, self._children)
+        # This runs after the program's own exit functions, and after multiprocessing has joined its children.
+        multiprocessing.util.Finalize(None, self.tell, exitpriority=-100)
+        # A program that handles the signal itself replaces this handler.
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminated)
 
     def program_ended(self, exit_code: int) -> None:
         """Stop recording.
@@ -134,29 +163,21 @@ class _RunEnd:
             report = report.with_children(take_reports(self._children))
         if self._parent is not None:
             write_child_report(self._parent, report)
-        if not (self._quiet or report.is_refusal):
+        # A program that refuses its command line ends with 2, and has not begun.
+        if not (self._quiet or (self._exit_code == 2 and report.is_idle)):
             say(report.summary())
-        if self._path is not None:
-            try:
-                self._write(self._path, report)
-            except UsageError as error:
-                say(str(error))
-
-    def _write(self, path: Path, report: Report) -> None:
-        if self._document or not is_page(path):
-            write_report(path, {**self._document, **report.as_dict()})
-        else:
+        if self._path is None:
+            return
+        if is_page(self._path) and not self._document:
             say("there is no report: the program was not run to its end, or nothing was cast")
-
-    def tell_if_terminated(self) -> None:
-        """Write both also after SIGTERM. The process then dies of that signal, as it would have.
-
-        A program that handles the signal itself replaces this handler.
-        """
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminated)
+            return
+        try:
+            write_report(self._path, {**self._document, **asdict(report)})
+        except UsageError as error:
+            say(str(error))
 
     def _terminated(self, number: int, frame: object) -> None:
+        """Write both also after SIGTERM. The process then dies of that signal, as it would have."""
         if os.getpid() == self._process:
             # In a thread of its own: the main thread may hold a lock that this needs.
             finishing = threading.Thread(target=self._finish, args=(128 + number,), daemon=True)

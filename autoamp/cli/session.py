@@ -10,24 +10,66 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from autoamp import runtime
-from autoamp.cli.options import DTYPES, Options, loss_scale_of
+from autoamp.cli.command import DTYPES
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
 from autoamp.diagnostics import Counts, HalfLosses, sum_of
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
-from autoamp.levels import check_level
-from autoamp.memory import keep_freed_memory, peak_rss
+from autoamp.levels import LevelName, check_level
+from autoamp.memory import keep_freed_memory
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.rules import CastTable, package_tables
-from autoamp.runtime import BaseHandle, Handle, NoOpHandle, Runtime, check_device, device_type_of, runtime_of
+from autoamp.runtime import BaseHandle, Handle, OnNonfinite, Runtime, runtime_of
+from autoamp.scaling import StaticLossScaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `autoamp run`: plain values, since children get them as JSON.
+
+    Attributes:
+        dtype: A key of `DTYPES`. None is bf16 or fp16 where the device has units for it, in this order, else fp32; and
+            fp16 for a program of Apex.
+        device_type: As for `autoamp.init`.
+        lists: List sets and files, on top of the project's own.
+        opt_level: ``"O1"`` patches torch and scales losses. The others act where the program calls ``initialize``.
+        loss_scale: ``"dynamic"``, or a number in digits. None is `autoamp.init`'s choice.
+        apex: Whether ``import apex`` finds autoamp.
+        shadow_apex: Whether a real `apex` is hidden.
+        fastai1: Whether fastai v1 is made to run on today's torch.
+        trace_overflow: Whether skipped steps are explained, in the log.
+        capsule: As for `autoamp.init`.
+        keep_memory: Whether freed memory is kept where the run computes on a CPU.
+        on_nonfinite: As for `autoamp.init`.
+    """
+
+    dtype: str | None = None
+    device_type: str | None = None
+    lists: list[str] = field(default_factory=list)
+    opt_level: LevelName = "O1"
+    loss_scale: str | None = None
+    apex: bool = True
+    shadow_apex: bool = False
+    fastai1: bool = False
+    trace_overflow: bool = False
+    capsule: str | None = None
+    keep_memory: bool = True
+    on_nonfinite: OnNonfinite = "warn"
+
+
+def half_dtype(name: str | None) -> torch.dtype | None:
+    """Return the half dtype of this name, None for None. UsageError: there is none."""
+    if name is not None and name not in DTYPES:
+        raise UsageError(f"dtype={name!r} is unknown; choose {', '.join(DTYPES)}")
+    return None if name is None else getattr(torch, DTYPES[name])
 
 
 def set_up(options: Options, *, count: bool = False, record: bool = False, sample: bool = True) -> Run:
@@ -43,24 +85,27 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         UsageError: An option is wrong.
         ListFileError: A list cannot be used.
     """
-    loss_scale = loss_scale_of(options.loss_scale)
+    loss_scale: Any = options.loss_scale
+    if loss_scale not in (None, "dynamic"):
+        try:
+            loss_scale = StaticLossScaler(float(loss_scale)).loss_scale
+        except ValueError:
+            raise UsageError(f"loss_scale={loss_scale!r}: expected 'dynamic' or a number above 0") from None
     check_level(options.opt_level)
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise UsageError(f"--dtype {options.dtype!r} is unknown; choose {', '.join(DTYPES)}")
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    dtype = half_dtype(options.dtype)
     if options.device_type is not None:
-        check_device(device_type_of(options.device_type))
+        runtime.check_device(runtime.device_type_of(options.device_type))
     real = real_apex() if options.apex and not options.shadow_apex else None
     alias = options.apex and (real is None or "amp" in added_to_real_apex())
     if options.opt_level in ("O2", "O3") and not alias:
         why = f"a real apex with amp is installed ({real}); --shadow-apex hides it" if real else "--no-apex is given"
         raise UsageError(
-            f"--opt-level {options.opt_level} only applies if the program calls apex's amp.initialize(), and {why}; "
-            "use --opt-level O1, which needs no call"
+            f"opt_level={options.opt_level} only applies if the program calls apex's amp.initialize(), and {why}; "
+            "use opt_level=O1, which needs no call"
         )
     if options.capsule is not None and options.opt_level != "O1":
-        raise UsageError(f"--capsule: expected --opt-level O1, got {options.opt_level}; capsules are of O1 alone")
-    handle: BaseHandle = NoOpHandle()
+        raise UsageError(f"capsule=: expected opt_level=O1, got {options.opt_level}; capsules are of O1 alone")
+    handle: BaseHandle = runtime.NoOpHandle()
     device_type, default = _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
         log_fp32(device_type or "cpu")
@@ -84,7 +129,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         importlib.import_module("autoamp.compat.fastai1").enable()
     # After the import of torch is early enough: it frees little memory.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
-    return Run(options, handle, real, count=count, record=record, sample=sample, memory=memory)
+    return Run(options, handle, count=count, record=record, sample=sample, memory=memory)
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
@@ -108,17 +153,15 @@ class Run:
     """A program's run: the handle that it began with, and the time.
 
     Attributes:
+        options: The options; of level ``"O0"`` if the device has no half units, and no dtype is given.
         handle: The handle from `set_up`; a disabled one if the opt level patches nothing.
-        real_apex: The path of the real `apex` that the program will import; None if it imports autoamp's or none.
     """
 
     def __init__(
-        self, options: Options, handle: BaseHandle, real: str | None, *, count: bool, record: bool = False,
-        sample: bool = True, memory: str | None = None,
-    ) -> None:  # fmt: skip
+        self, options: Options, handle: BaseHandle, *, count: bool, record: bool, sample: bool, memory: str | None
+    ) -> None:
         self.options = options
         self.handle = handle
-        self.real_apex = real
         self._memory = memory
         self._folder = os.getcwd()
         self._began = time.perf_counter()
@@ -161,12 +204,6 @@ class Run:
         if recording is not None:
             recording.stop()
         return self._now.report()
-
-    def abandon(self) -> None:
-        """Take back what was set up, for a program that cannot be begun."""
-        self.end_recording()
-        self._listening.close()
-        self.handle.deactivate()
 
     def _count(self, handle: BaseHandle) -> None:
         counts = handle.count()
@@ -232,8 +269,6 @@ class Run:
             own_dtypes=own,
             parameters=self._parameters,
             masters=now.optimizers.has_masters,
-            rank=_rank_variable("RANK"),
-            ranks=_rank_variable("WORLD_SIZE"),
             lists=_lists_in_force(now.settings.table) if casts_some else [],
             folder=self._folder,
             half_losses=list(self._half_losses.rows.values()),
@@ -241,7 +276,6 @@ class Run:
             half_params=len(self._half_losses.seen),
             repeated=now.overflows.repeated,
             memory=self._memory,
-            peak_rss=peak_rss(),
         )
 
     def _dtype(self, now: Runtime, own: Mapping[str, int]) -> str:
@@ -276,12 +310,6 @@ def _lists_in_force(table: CastTable) -> list[str]:
     """Return the files of the lists, without those of packages that were not imported."""
     absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
     return [source for source in table.sources if source not in absent]
-
-
-def _rank_variable(name: str) -> int | None:
-    """Return a variable that torchrun sets, None elsewhere."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
 
 
 def _by_target(casts: Mapping[tuple[str, str], int]) -> dict[str, int]:

@@ -52,7 +52,8 @@ def check_level(opt_level: Any) -> None:
     """Raise UsageError for what is no level."""
     if opt_level not in tuple(LEVELS):
         raise UsageError(
-            f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3', which begin with the letter O"
+            f"opt_level={opt_level!r} is unknown; choose 'O0', 'O1', 'O2' or 'O3', which begin with the letter O, "
+            "not the digit 0"
         )
 
 

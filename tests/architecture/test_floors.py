@@ -30,7 +30,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     7: ("runtime",),
     8: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel", "tuning"),
     9: ("compat",),
-    10: ("cli", "notebook"),
+    10: ("cli",),
     11: ("exports",),
     12: ("__init__", "__main__"),
 }

@@ -64,13 +64,17 @@ def test_cells_turn_casts_on_and_off_and_show_the_report_inline(tmp_path: Path) 
 
 def test_a_wrong_line_is_an_error_of_its_cell(tmp_path: Path) -> None:
     messages = {
-        "%autoamp of": "invalid choice: 'of'",
-        "%autoamp on --dtype half": "invalid choice: 'half'",
-        "%autoamp report": "autoamp is off, and nothing was recorded",
+        "%autoamp of": "%autoamp: argument action: invalid choice: 'of'",
+        "%autoamp": "%autoamp: the following arguments are required: action; usage: %autoamp [--dtype {fp16,float16,",
+        "%autoamp on --dtype half": "%autoamp: argument --dtype: invalid choice: 'half'",
+        "%autoamp on --lists 'x": "%autoamp: no closing quotation; usage: ",
+        "%autoamp on --lists x.toml": f"%autoamp: --lists: '{tmp_path}/x.toml' cannot be read",
+        "%autoamp on --device-type gpu": "%autoamp: --device-type 'gpu' is unknown to torch",
+        "%autoamp report": "%autoamp: autoamp is off, and nothing was recorded",
     }
     _, *found = run_cells(tmp_path, "%load_ext autoamp", *messages, allow_errors=True)
     for message, outputs in zip(messages.values(), found, strict=True):
         # One line, without a traceback.
         assert [one["output_type"] for one in outputs] == ["stream"]
-        assert text(outputs).startswith("UsageError: %autoamp")
-        assert message in text(outputs)
+        assert text(outputs).startswith(f"UsageError: {message}")
+        assert text(outputs).count("\n") == 1

@@ -53,6 +53,6 @@ def test_the_state_dict_of_an_O2_model_is_fp32_and_loads_into_a_plain_model() ->
 
 @pytest.mark.parametrize("wrong", ["02", "o2", 2, "O4"], ids=repr)
 def test_a_level_that_is_none_is_refused_with_the_levels_and_the_letter_O(wrong: Any) -> None:
-    with pytest.raises(autoamp.UsageError, match=r"choose 'O0', 'O1', 'O2' or 'O3', which begin with the letter O"):
+    with pytest.raises(autoamp.UsageError, match=r"'O2' or 'O3', which begin with the letter O, not the digit 0"):
         initialized(wrong)
     assert autoamp.current_handle() is None

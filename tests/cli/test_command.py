@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -527,27 +524,13 @@ def test_doctor_tells_a_module_that_cannot_be_imported(ended: dict[str, Ended]) 
     assert "no_such_module" in ended["doctor fails"].err
 
 
-def test_doctor_prints_what_it_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    # Whatever is timed takes 5 ms.
-    monkeypatch.setattr(time, "perf_counter", functools.partial(next, itertools.count(0.0, 0.005)))
-    assert main(["doctor", "--device-type", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    for dtype in ("fp16", "bf16"):
-        assert f"{dtype} does not pay here: matmul 1.0 times, memory-bound ops 1.0 times" in printed
-
-
 def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     for device_type, policy in (("cpu", "none"), ("cuda", "fp32")):
         assert main(["lists", "--set", "bf16", "--device-type", device_type]) == 0
         rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
         assert rows["layer_norm"] == policy
-    assert main(["lists", "--device-type", "toaster"]) == 2
-    assert "device_type='toaster' is unknown to torch" in capsys.readouterr().err
     assert main(["lists", "--check", "--device-type", "hpu", "--dtype", "bf16"]) == 0
     assert capsys.readouterr().out.endswith("\ntorch has no autocast lists that can be compared for hpu\n")
-    # A device type without a half dtype of its own.
-    assert main(["doctor", "--device-type", "meta"]) == 2
-    assert "no default half dtype for device_type='meta'; give dtype=" in capsys.readouterr().err
 
 
 def test_lists_show_each_rule_and_its_line(ended: dict[str, Ended], folder: Path) -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from autoamp.cli.launch import Program, prepared, take_path
-from autoamp.errors import UsageError
 from tests.launches import Ended, launched, plainly, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
@@ -30,6 +27,7 @@ print(json.dumps({
 }))
 """,
     "helper.py": "",
+    "x.ipynb": '{"cells": []}',
     "package/__init__.py": "",
     "package/__main__.py": "import sys\nprint(sys.argv, __name__, __package__, __spec__.name, __file__)\n",
     "broken/__init__.py": "import no_such_dependency\n",
@@ -104,6 +102,8 @@ RUNS: dict[str, list[str]] = {
     "children": ["run", "--quiet", "--dtype", "bf16", "--device-type", "cpu", "children.py"],
     "no_script": ["run", "--quiet", "no_such.py"],
     "no_module": ["run", "--quiet", "-m", "no_such.module"],
+    "relative": ["run", "--quiet", "-m", ".module"],
+    "notebook": ["run", "--quiet", "x.ipynb"],
 }  # fmt: skip
 
 
@@ -155,8 +155,10 @@ def test_workers_that_are_forked_or_spawned_cast_and_find_the_alias(ended: dict[
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("no_script", "no_such.py"),
-        ("no_module", "no_such.module"),
+        ("no_script", "can't open file 'no_such.py'"),
+        ("no_module", "no module named 'no_such.module'"),
+        ("relative", "no module named '.module'"),
+        ("notebook", "jupyter nbconvert --to script x.ipynb"),
         ("directory", "give the path of a script, or -m a module"),
     ],
 )
@@ -170,19 +172,3 @@ def test_nothing_to_run_is_told_in_one_line(name: str, said: str, ended: dict[st
 def test_what_a_package_misses_is_named(ended: dict[str, Ended]) -> None:
     assert ended["broken"].code == 1
     assert ended["broken"].err.endswith("ModuleNotFoundError: No module named 'no_such_dependency'\n")
-
-
-def test_a_program_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
-    before = (list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook, dict(os.environ))
-    for begin in (take_path, lambda program: prepared(program, {})):
-        with pytest.raises(UsageError, match=r"can't open file .*no_such\.py"):
-            begin(Program(str(tmp_path / "no_such.py")))
-    with pytest.raises(UsageError, match="no module named"):
-        prepared(Program("no_such.module", is_module=True), {})
-    assert (list(sys.argv), list(sys.path), sys.modules["__main__"], sys.excepthook, dict(os.environ)) == before
-
-
-def test_a_notebook_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    path = written(tmp_path, {"x.ipynb": '{"cells": []}'}) / "x.ipynb"
-    with pytest.raises(UsageError, match=r"%load_ext autoamp.*jupyter nbconvert --to script"):
-        prepared(Program(str(path)), {})

@@ -34,20 +34,68 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return line
 
 
+SEARCH = ["--metric", "loss", "--dtype", "fp16"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["run", "-m", ".module"], "no module named '.module'"),
-        (["tune", "--metric", "loss", "--tolerance", "nan", "script.py"], "--tolerance 0 or more"),
-        (["bisect", "--metric", "loss", "--tolerance", "nan", "script.py"], "--tolerance 0 or more"),
-        (["tune", "--metric", "loss", "--max-error", "nan", "script.py"], "--max-error must be 0 or more"),
-        (["replay", "a\0b"], "no capsule"),
+        (["run", "--opt-level", "02"], "--opt-level '02' is unknown; choose 'O0', 'O1', 'O2' or 'O3', which begin with "
+                                       "the letter O, not the digit 0"),
+        *((["run", "--loss-scale", text], f"--loss-scale {text!r}: expected 'dynamic' or a number above 0")
+          for text in ("x", "-1", "inf")),
+        (["run", "--capsule", "script.py/x"], "--capsule 'script.py/x': expected a folder that can be written"),
+        (["run", "--capsule", "x", "--opt-level", "O0"], "--capsule: expected --opt-level O1, got O0"),
+        (["run", "--opt-level", "O2", "--no-apex"], "--opt-level O2 only applies if"),
+        (["run", "--report", "none/x.json"], "--report 'none/x.json' cannot be written"),
+        (["profile", "--json", "none/x.json"], "--json 'none/x.json' cannot be written"),
+        (["run", "--device-type", "meta"], "--device-type 'meta'; give --dtype float16 or --dtype bfloat16, or choose"),
+        (["tune", *SEARCH, "--tolerance", "nan"], "--tolerance 0 or more"),
+        (["bisect", *SEARCH, "--tolerance", "nan"], "--tolerance 0 or more"),
+        (["tune", *SEARCH, "--max-error", "nan"], "--max-error must be 0 or more"),
+        (["tune", *SEARCH, "--seeds", "0"], "--seeds must be 1 or more"),
+        (["tune", *SEARCH, "-o", "none/list.toml"], "--output 'none/list.toml' cannot be written: give a file"),
+        *((["tune", *SEARCH, f"--budget={text}"], f"--budget {text!r} is not a time")
+          for text in ("", "0s", "soon", "-3s", "5d")),
     ],
-)
-def test_wrong_options_are_refused(
+)  # fmt: skip
+def test_a_wrong_option_is_named_as_it_was_typed(
     argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script.touch()
+    assert message in refused(capsys, *argv, "script.py")
+
+
+@pytest.mark.parametrize(
+    "command", [["run"], ["profile"], ["tune", *SEARCH], ["bisect", *SEARCH], ["lists"], ["doctor"]]
+)
+def test_a_wrong_list_or_device_is_named_as_it_was_typed(
+    command: list[str], script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.touch()
+    program = [] if command[0] in ("lists", "doctor") else ["script.py"]
+    line = refused(capsys, *command, "--device-type", "toaster", *program)
+    assert "--device-type 'toaster' is unknown to torch; choose 'cuda', " in line
+    if command != ["lists"] and not torch.cuda.is_available():
+        line = refused(capsys, *command, "--device-type", "cuda", *program)
+        assert "--device-type 'cuda': there is no CUDA device here" in line
+        assert "; choose --device-type 'cpu', or leave it out" in line
+    option = "--set" if command == ["lists"] else "--lists"
+    for name, message in (("x.toml", f"'{script.parent}/x.toml' cannot be read"), ("x", "list set 'x' is unknown")):
+        if command != ["doctor"]:
+            assert f"autoamp: {option}: {message}" in refused(capsys, *command, option, name, *program)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tune", *SEARCH, "missing.py"], "can't open file 'missing.py'"),
+        (["replay", "a\0b"], "no capsule"),
+    ],
+)
+def test_what_is_not_there_is_named(
+    argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in refused(capsys, *argv)
 
 

@@ -13,7 +13,7 @@ REPORT = Report(
     program=["train.py"], opt_level="O1", device_type="cuda", dtype="float16", ops={"float16": 12345, "float32": 6},
     casts={"float16": 78}, functions={"torch.mm": {"float16": 12345, "float32": 6}}, loss_scale=65536.0, steps=400,
     skipped=2, seconds=12.34, exit_code=0,
-    by_program=False,
+    by_program=False, peak_rss=None,
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_summary_adds_up_child_processes() -> None:
     assert (both.steps, both.skipped, both.children, both.loss_scale) == (401, 4, 2, 65536.0)
     assert "(O1); 2 child processes included; ops 12,345 float16, 8 float32;" in both.summary()
     evaluation = replace(idle, own_dtypes={"float16": 3}, exit_code=2)
-    assert not evaluation.is_refusal
+    assert not evaluation.is_idle
     assert parent.with_children([evaluation]).own_dtypes == {"float16": 3}
     own = REPORT.with_children([replace(REPORT, dtype="bfloat16")])
     assert (own.dtype, own.children, own.steps) == ("float16", 1, 800)

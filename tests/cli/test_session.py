@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.cli.options import Options
-from autoamp.cli.session import set_up
+from autoamp.cli.session import Options, set_up
 from autoamp.compat import fastai1, uninstall
 from autoamp.compat.alias import options as alias_options
 
