@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.measurements import REPEATS, measure
+from autoamp.cli.measurements import REPEATS, measure, verdict
 from autoamp.cli.output import aligned, show
 from autoamp.compat import added_to_real_apex, real_apex
 from autoamp.diagnostics import Consistency, versions
@@ -46,7 +46,9 @@ def doctor(chosen: argparse.Namespace) -> int:
     check_device(kind)
     sections, code = {"Packages": _packages(), "Device": _device(kind)}, 0
     if not chosen.quick:
-        sections[f"Measured (median of {REPEATS} repeats)"] = [one.verdict for one in measure(kind)]
+        sections[f"Measured (median of {REPEATS} repeats)"] = [
+            verdict(dtype, *speeds) for dtype, speeds in measure(kind).items()
+        ]
     try:
         sections |= {"Lists": _lists(kind), "Names bound before init": _bound_names()}
     except ListFileError as error:

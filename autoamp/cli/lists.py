@@ -25,7 +25,7 @@ def lists(chosen: argparse.Namespace) -> int:
     if chosen.check:
         return _check(table, device_type_of(chosen.device_type))
     if chosen.ops:
-        sys.stdout.write("".join(f"{explain(table, _checked(name))}\n" for name in chosen.ops))
+        sys.stdout.write("".join(f"{explain(table, _checked(name, table))}\n" for name in chosen.ops))
         return 0
     check_bare_names(table, known_ops())
     rules = sorted((rule for rule in table.rules if not _is_no_op(rule)), key=lambda rule: rule.target)
@@ -82,10 +82,10 @@ def _is_no_op(rule: CastRule) -> bool:
     return rule.origin.shipped and rule.reason.startswith(_NO_OPS)
 
 
-def _checked(name: str) -> str:
+def _checked(name: str, table: CastTable) -> str:
     """Return the name of an op. UsageError: it is Python's own, such as ``__dir__``, or a type such as ``Optional``."""
     plain = name.rpartition(".")[2]
-    no_ops = {rule.target for rule in Settings.from_arguments("default").table.rules if _is_no_op(rule)}
-    if plain in no_ops and (plain.startswith("__") or plain[:1].isupper()):
+    rule = table.policy_of(plain)
+    if rule is not None and _is_no_op(rule) and (plain.startswith("__") or plain[:1].isupper()):
         raise UsageError(f"{name!r} is a name of torch, but not an op; give a name such as 'softmax'")
     return name

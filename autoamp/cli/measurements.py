@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,36 +21,28 @@ REPEATS = 5
 NOISE = 1.5
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The speed of one half dtype, as a multiple of that of fp32.
+def verdict(dtype: str, matmul: Sequence[float], elementwise: Sequence[float]) -> str:
+    """Return whether a half dtype pays here, or that the repeats differ too much to tell.
 
-    Attributes:
+    Args:
         dtype: ``"fp16"`` or ``"bf16"``.
-        matmul: The speed of a matmul in each repeat.
-        elementwise: The speed of an elementwise op in each repeat.
+        matmul: The speed of a matmul in each repeat, as a multiple of that in fp32.
+        elementwise: That of an elementwise op.
     """
-
-    dtype: str
-    matmul: Sequence[float]
-    elementwise: Sequence[float]
-
-    @property
-    def verdict(self) -> str:
-        """Whether this dtype pays here, or that the repeats differ too much to tell."""
-        both = (self.matmul, self.elementwise)
-        lowest, highest = _verdict_at(*map(min, both)), _verdict_at(*map(max, both))
-        if lowest != highest and any(max(ratios) > NOISE * min(ratios) for ratios in both):
-            matmul, elementwise = (f"{_number(min(ratios))} to {_number(max(ratios))}" for ratios in both)
-            return (
-                f"{self.dtype}: too noisy to tell: matmul {matmul}, memory-bound ops {elementwise} times the speed of "
-                "fp32; run it again when nothing else runs"
-            )
-        medians = [statistics.median(ratios) for ratios in both]
-        matmul, elementwise = map(_number, medians)
-        pays, remark = _verdict_at(*medians)
-        speeds = f"matmul {matmul} times, memory-bound ops {elementwise} times the speed of fp32"
-        return f"{self.dtype} {pays}: {speeds}{remark}"
+    both = (matmul, elementwise)
+    lowest, highest = _verdict_at(*map(min, both)), _verdict_at(*map(max, both))
+    if lowest != highest and any(max(ratios) > NOISE * min(ratios) for ratios in both):
+        of_matmul, of_elementwise = (f"{_number(min(ratios))} to {_number(max(ratios))}" for ratios in both)
+        return (
+            f"{dtype}: too noisy to tell: matmul {of_matmul}, memory-bound ops {of_elementwise} times the speed of "
+            "fp32; run it again when nothing else runs"
+        )
+    medians = [statistics.median(ratios) for ratios in both]
+    of_matmul, of_elementwise = map(_number, medians)
+    pays, remark = _verdict_at(*medians)
+    return (
+        f"{dtype} {pays}: matmul {of_matmul} times, memory-bound ops {of_elementwise} times the speed of fp32{remark}"
+    )
 
 
 def _verdict_at(matmul: float, elementwise: float) -> tuple[str, str]:
@@ -70,8 +61,10 @@ def _number(ratio: float) -> str:
     return f"{ratio:.{0 if ratio >= 9.95 else 1 if ratio >= 0.095 else 3}f}"
 
 
-def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
-    """Time a matmul and an elementwise op in each dtype, in turn, so that all meet the same conditions.
+def measure(kind: str, seconds: float = 2.0) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the speeds of a matmul and of an elementwise op in both half dtypes, as `verdict` takes them.
+
+    All dtypes are timed in turn, so that all meet the same conditions.
 
     Args:
         kind: The device type.
@@ -81,7 +74,7 @@ def measure(kind: str, seconds: float = 2.0) -> list[Measured]:
     with runtime.disable_casts(), torch.no_grad():
         matmul = _speeds(_matmuls(kind), each)
         elementwise = _speeds({name: _elementwise(kind, dtype) for name, dtype in DTYPES.items()}, each)
-    return [Measured(name, matmul[name], elementwise[name]) for name in ("fp16", "bf16")]
+    return {name: (matmul[name], elementwise[name]) for name in ("fp16", "bf16")}
 
 
 def _speeds(calls: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:

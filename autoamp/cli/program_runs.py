@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autoamp import tuning
 from autoamp.cli.launch import Program, take_path
 from autoamp.cli.output import say
 from autoamp.cli.session import Options, half_dtype
@@ -26,16 +27,6 @@ from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype, has_units, missing_units
 from autoamp.rules import ENVIRONMENT_VARIABLE
 from autoamp.runtime import Settings, check_device
-from autoamp.tuning import (
-    METRICS_VARIABLE,
-    Outcome,
-    Proposal,
-    Stopped,
-    Survey,
-    list_text,
-    metric_of,
-    printed_names,
-)
 
 _SIGNALS = {signal.SIGINT: "it was interrupted", signal.SIGTERM: "it was terminated"}
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -58,7 +49,7 @@ def _stop(number: int, frame: object) -> None:
     for one in _SIGNALS:
         signal.signal(one, signal.SIG_IGN)
     # As a shell has it: 128 and the number of the signal.
-    raise Stopped(_SIGNALS[signal.Signals(number)], exit_code=128 + number)
+    raise tuning.Stopped(_SIGNALS[signal.Signals(number)], exit_code=128 + number)
 
 
 @contextlib.contextmanager
@@ -110,7 +101,7 @@ class ProgramRuns:
         self._deadline = time.monotonic() + budget
         self._longest = 0.0
 
-    def survey(self, seconds: float, *, timed: bool = True) -> Survey:
+    def survey(self, seconds: float, *, timed: bool = True) -> tuning.Survey:
         """Run the first steps in fp32, and return what they call.
 
         Args:
@@ -124,17 +115,17 @@ class ProgramRuns:
         timing = seconds if timed else 0.0
         try:
             found, failed, _ = self._child("survey", self._chosen.seed, (), seconds=seconds, timing=timing)
-        except Stopped as stopped:
+        except tuning.Stopped as stopped:
             if stopped.exit_code:
                 say("interrupted during the survey; nothing was written")
                 raise SystemExit(stopped.exit_code) from None
             raise UsageError("the budget was spent before the end of the survey; give a larger --budget") from None
         if "survey" not in found:
             raise UsageError(f"the program cannot be surveyed: {failed or 'it ended its process'}")
-        survey: Survey = found["survey"]
+        survey: tuning.Survey = found["survey"]
         return survey
 
-    def run(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+    def run(self, candidate: tuple[tuning.Proposal, ...] | None, seed: int) -> tuning.Outcome:
         """Run the program with these changes, in fp32 for None.
 
         Raises:
@@ -145,23 +136,23 @@ class ProgramRuns:
         name = "in fp32" if candidate is None else f"with {len(candidate)} {entries}" if candidate else "as it is"
         start = time.monotonic()
         if start + self._longest > self._deadline:
-            raise Stopped("the budget was spent")
+            raise tuning.Stopped("the budget was spent")
         say(f"a run {name}, seed {seed}")
         found, failed, output = self._child("fp32" if candidate is None else "lists", seed, candidate or ())
         self._longest = max(self._longest, time.monotonic() - start)
-        metric = metric_of(self._chosen.metric, self._folder / f"{self.made}.metrics", output)
+        metric = tuning.metric_of(self._chosen.metric, self._folder / f"{self.made}.metrics", output)
         if metric is None:
             metric = found.get("variable")
         if candidate is None:
             self._check_metric(metric, failed, output)
-        return Outcome(metric, found.get("seconds"), failed)
+        return tuning.Outcome(metric, found.get("seconds"), failed)
 
     def _check_metric(self, metric: float | None, failed: str | None, output: str) -> None:
         name = self._chosen.metric
         if failed is not None:
             raise MetricUnknown(f"the program fails in fp32: {failed}; repair that first")
         if metric is None:
-            names = printed_names(output)
+            names = tuning.printed_names(output)
             printed = f"; it prints {', '.join(names[:8])}" if names else ""
             raise MetricUnknown(
                 f"the program reported no metric {name!r} in fp32; name a value that it prints, print a line "
@@ -171,15 +162,15 @@ class ProgramRuns:
             raise MetricUnknown(f"the metric {name!r} is nan or inf in fp32; no list can be compared with that")
 
     def _child(
-        self, mode: str, seed: int, candidate: tuple[Proposal, ...], **how: float
+        self, mode: str, seed: int, candidate: tuple[tuning.Proposal, ...], **how: float
     ) -> tuple[dict[str, Any], str | None, str]:
         """Return what a child wrote, why it failed, and what it printed. Stopped: the budget was spent."""
         self.made += 1
         chosen, own = self._chosen, self._folder / f"{self.made}"
         files = {name: own.with_suffix(f".{name}") for name in ("outcome", "metrics", "out", "err", "toml")}
-        lists, environment = list(chosen.lists), {**os.environ, METRICS_VARIABLE: str(files["metrics"])}
+        lists, environment = list(chosen.lists), {**os.environ, tuning.METRICS_VARIABLE: str(files["metrics"])}
         if candidate:
-            files["toml"].write_text(list_text(candidate), encoding="utf-8")
+            files["toml"].write_text(tuning.list_text(candidate), encoding="utf-8")
             # It takes precedence over --lists as well; a program may call init() itself.
             lists.append(str(files["toml"]))
             before = environment.get(ENVIRONMENT_VARIABLE)
@@ -207,7 +198,7 @@ class ProgramRuns:
         try:
             return child.wait(max(0.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise Stopped("the budget was spent") from None
+            raise tuning.Stopped("the budget was spent") from None
         finally:
             if child.poll() is None:
                 # On Windows a process has no group.

@@ -221,7 +221,7 @@ def test_files_that_are_no_capsules_are_refused_in_one_line(tmp_path: Path, caps
         assert main(["replay", str(path)]) == 2
         assert message in capsys.readouterr().err
     assert main([*RUN, *FP16, str(text), __file__]) == 2
-    assert "expected a folder" in capsys.readouterr().err
+    assert f"--capsule {str(text)!r}: expected a folder" in capsys.readouterr().err
     assert main([*RUN, *FP16, "x", "--opt-level", "O2", __file__]) == 2
-    assert "expected --opt-level O1" in capsys.readouterr().err
+    assert "--capsule: expected --opt-level O1, got O2" in capsys.readouterr().err
     assert autoamp.runtime.current_handle() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,14 +112,14 @@ class Half(nn.Module):
 torch.manual_seed(0)
 model = Half(nn.Sequential(Model(), nn.LayerNorm(4), nn.Linear(4, 4)))
 from apex.fp16_utils import FP16_Optimizer
-optimizer = FP16_Optimizer(sgd(model), static_loss_scale=128.0)
-for _ in range(3):
+optimizer = FP16_Optimizer(sgd(model), dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**20})
+for _ in range(8):
     optimizer.zero_grad()
     out = model(torch.ones(2, 4))
     attention = torch.einsum("ij,kj->ik", out, out)
-    optimizer.backward(out.sum() + attention.sum())
+    optimizer.backward((out.sum() + attention.sum()) / 64)
     optimizer.step()
-print(*seen, attention.dtype)
+print(*set(seen), attention.dtype)
 """,
     "by_hand.py": """
 from net import *
@@ -228,30 +229,55 @@ RUNS = {
     "terminated": [*RUN, "--report", "terminated.json", "terminated.py"],
     "refuses": [*RUN, "refuses.py"],
     "forks": [*RUN, "forks.py"],
-    "O0": [*RUN, "--opt-level", "O0", "plain.py"],
-    "O2": [*RUN, "--opt-level", "O2", "levels.py"],
-    "O2 plain": [*RUN, "--opt-level", "O2", "plain.py"],
-    "O2 no apex": [*RUN, "--opt-level", "O2", "--no-apex", "levels.py"],
-    "torchrun": [*RUN, "-m", "torch.distributed.run", "--nproc-per-node=2", "plain.py"],
-    "no apex": [*RUN, "--quiet", "--no-apex", "no_apex.py"],
     "apex": [*RUN, "--quiet", "no_apex.py"],
-    "real apex": [*RUN, "--quiet", "real/imports_apex.py"],
-    "hidden apex": [*RUN, "--quiet", "--shadow-apex", "real/imports_apex.py"],
     **{f"rank {rank}": [f"RANK={rank}", *RUN, "--report", f"rank{rank}.json", "plain.py"] for rank in "01"},
-    "by library": [*RUN, "by_library.py"],
-    "lists": [*RUN, "--quiet", "--lists", "own.toml", "plain.py"],
     "doctor": ["doctor", "--quick", "--device-type", "cpu", "--import", "late"],
-    "doctor fails": ["doctor", "--quick", "--import", "no_such_module"],
     "show": ["lists", "--set", "own.toml"],
     "check": ["lists", "--check"],
-    "sets up": [*RUN, "--dtype", "fp16", "sets_up.py"],
     **{
         f"{name} {dtype}": [*RUN, "--dtype", dtype, f"{name}.py"]
         for dtype in ("fp16", "bf16")
         for name in ("tables", "fp16_optimizer", "by_hand")
     },
-    **{how: [*RUN, "children.py", how] for how in ("os", "loader", "spawn", "fork", "cleared", "forkserver")},
+    **{how: [*RUN, "children.py", how] for how in ("os", "spawn", "fork", "cleared", "forkserver")},
 }
+# By what they show: a command line, its exit code, its output, and what its standard error has.
+TOLD: dict[str, tuple[list[str], int, str, str]] = {
+    "O0 casts nothing": ([*RUN, "--opt-level", "O0", "plain.py"], 0, OUT, "autoamp: no casts (O0); "),
+    "O2 is the level of an initialize that names none": (
+        [*RUN, "--opt-level", "O2", "levels.py"], 0, "torch.float16 torch.float32\n",
+        "autoamp: float16 on cpu (O2, set up by the program); parameters 72 float16, 16 float32, with fp32 masters; "
+        "loss scale 65536; 0 of 1 steps skipped; ",
+    ),
+    "O2 casts nothing without initialize": (
+        [*RUN, "--opt-level", "O2", "plain.py"], 0, OUT,
+        "autoamp: no casts (O2): that level casts what a program gives to amp.initialize(), which was not called; ",
+    ),
+    "a program that calls initialize is cast before and after": (
+        [*RUN, "--dtype", "fp16", "sets_up.py"], 0, "float16 float16 float16\n", "(O1, set up by the program)",
+    ),
+    "without the alias there is no apex": ([*RUN, "--quiet", "--no-apex", "no_apex.py"], 0, "no apex\n", ""),
+    "a real apex takes the imports": (
+        [*RUN, "--quiet", "real/imports_apex.py"], 0, "the real one\n",
+        "/real/apex/__init__.py); autoamp adds what it lacks: ",
+    ),
+    "a real apex can be hidden": ([*RUN, "--quiet", "--shadow-apex", "real/imports_apex.py"], 0, "", ""),
+    "regions of libraries rule from the first that trains": (
+        [*RUN, "by_library.py"], 0, "float16 float32 float16 float32\n",
+        "autoamp: float16 on cpu by the program's own torch.autocast;",
+    ),
+    "lists reach the program": ([*RUN, "--quiet", "--lists", "own.toml", "plain.py"], 0, OUT, ""),
+    "workers of a data loader are no children that count": (
+        [*RUN, "children.py", "loader"], 0, "", "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;",
+    ),
+    "torchrun is refused with what to do": (
+        [*RUN, "-m", "torch.distributed.run", "--nproc-per-node=2", "plain.py"], 2, "",
+        "use torchrun [its options] -m autoamp run [options] script.py",
+    ),
+    "a module that cannot be imported is named": (
+        ["doctor", "--quick", "--import", "no_such_module"], 2, "", "--import no_such_module: ModuleNotFoundError: ",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -266,12 +292,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Ended]:
     """Every command line: all are forks of one process, as the import of torch takes seconds."""
-    return launched(folder, RUNS)
+    return launched(folder, {**RUNS, **{name: argv for name, (argv, *_) in TOLD.items()}})
 
 
 def one_line(one: Ended) -> str:
     """Return what a program said on standard error, with lines joined."""
     return " ".join(one.err.split())
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_command_ends_as_told(name: str, ended: dict[str, Ended]) -> None:
+    _, code, out, said = TOLD[name]
+    assert (ended[name].code, ended[name].out) == (code, out), ended[name].err
+    assert said in one_line(ended[name])
+    assert said or not ended[name].err
 
 
 def test_plain_program_is_cast_scaled_and_summed_up_in_few_words(ended: dict[str, Ended]) -> None:
@@ -298,7 +332,7 @@ def test_skips_are_explained_on_standard_error(ended: dict[str, Ended]) -> None:
     assert "overflowed at loss scale" not in ended["fp16"].err
 
 
-def test_report_has_what_the_summary_has(folder: Path, ended: dict[str, Ended]) -> None:
+def test_report_has_what_the_summary_has_and_counts(folder: Path, ended: dict[str, Ended]) -> None:
     assert ended["report"].code == 0
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert report["versions"].keys() == {"autoamp", "torch", "python"}
@@ -307,16 +341,11 @@ def test_report_has_what_the_summary_has(folder: Path, ended: dict[str, Ended]) 
     assert (report["loss_scale"], report["steps"], report["skipped"], report["exit_code"]) == (65536.0, 4, 0, 0)
     assert report["seconds"] > 0
     assert not report["by_program"]
-    # torch.profiler writes such lines to the terminal.
-    assert "USDT" not in ended["report"].err
-
-
-def test_report_counts_ops_and_casts(folder: Path, ended: dict[str, Ended]) -> None:
-    assert ended["report"].code == 0
-    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     # Four calls of linear: the input, the weight and the bias are cast for each.
     assert report["functions"]["torch.nn.functional.linear"] == {"float16": 4}
     assert report["casts"]["float16"] == 12
+    # torch.profiler writes such lines to the terminal.
+    assert "USDT" not in ended["report"].err
 
 
 @pytest.mark.parametrize(("name", "code"), [("fails", 1), ("exits", 5)])
@@ -340,39 +369,8 @@ def test_a_fork_says_nothing_of_its_own(ended: dict[str, Ended]) -> None:
     assert ended["forks"].err.count("autoamp: ") == 1
 
 
-def test_o0_casts_nothing(ended: dict[str, Ended]) -> None:
-    assert ended["O0"].out == OUT
-    assert ended["O0"].err.startswith("autoamp: no casts (O0); ")
-
-
-def test_o2_is_the_level_of_an_initialize_that_names_none(ended: dict[str, Ended]) -> None:
-    assert ended["O2"].code == 0, ended["O2"].err
-    assert ended["O2"].out == "torch.float16 torch.float32\n"
-    assert one_line(ended["O2"]).startswith(
-        "autoamp: float16 on cpu (O2, set up by the program); parameters 72 float16, 16 float32, with fp32 masters; "
-        "loss scale 65536; 0 of 1 steps skipped; "
-    )
-
-
-def test_o2_without_initialize_casts_nothing_and_says_so(ended: dict[str, Ended]) -> None:
-    assert ended["O2 plain"].out == OUT
-    assert "amp.initialize()" in one_line(ended["O2 plain"])
-    assert "O1" in one_line(ended["O2 plain"])
-
-
-def test_o2_without_the_alias_is_refused(ended: dict[str, Ended]) -> None:
-    assert (ended["O2 no apex"].code, ended["O2 no apex"].out) == (2, "")
-    assert "--no-apex is given" in ended["O2 no apex"].err
-
-
-def test_alias_is_there_unless_unwanted(ended: dict[str, Ended]) -> None:
+def test_the_alias_is_there_unless_unwanted(ended: dict[str, Ended]) -> None:
     assert "autoamp" in ended["apex"].out
-    assert ended["no apex"].out == "no apex\n"
-
-
-def test_regions_of_libraries_rule_from_the_first_that_trains(ended: dict[str, Ended]) -> None:
-    assert (ended["by library"].code, ended["by library"].out) == (0, "float16 float32 float16 float32\n")
-    assert "autoamp: float16 on cpu by the program's own torch.autocast;" in one_line(ended["by library"])
 
 
 HALVES = pytest.mark.parametrize(("dtype", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
@@ -385,18 +383,16 @@ def test_tables_and_statistics_stay_fp32_and_the_model_is_cast(dtype: str, name:
     assert one.out.splitlines() == ["True", "True torch.float32", "torch.float32", f"float32 {name} {name} {name}"]
 
 
-def test_a_program_that_sets_amp_up_is_cast_before_and_after(ended: dict[str, Ended]) -> None:
-    one = ended["sets up"]
-    assert (one.code, one.out) == (0, "float16 float16 float16\n"), one.err
-    assert "set up by the program" in one_line(one)
-
-
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_programs_of_half_models_run_as_they_are(dtype: str, ended: dict[str, Ended]) -> None:
     one = ended[f"fp16_optimizer {dtype}"]
-    assert (one.code, one.out) == (0, "float16 float16 float16 torch.float32\n"), one.err
-    assert "which has FP16_Optimizer;" in one_line(one)
-    assert "FP16_Optimizer; loss scale 128; 0 of 3 steps skipped;" in one_line(one)
+    assert (one.code, one.out) == (0, "float16 torch.float32\n"), one.err
+    assert "which has FP16_Optimizer; loss scaling left to the program's FP16_Optimizer; " in one_line(one)
+    found = re.search(r"; loss scale (\d+); (\d) of 8 steps skipped;", one_line(one))
+    assert found is not None, one.err
+    # The first scales overflow in fp16.
+    assert int(found[2]) > 0
+    assert int(found[1]) * 2 ** int(found[2]) == 2**20
 
 
 @HALVES
@@ -414,10 +410,6 @@ def test_what_children_do_is_counted(how: str, ended: dict[str, Ended]) -> None:
     assert f"autoamp: bfloat16 on cpu (O1); {number} included; ops 3 bfloat16; casts 9 to bfloat16;" in one_line(one)
     assert "0 of 3 steps skipped" in one_line(one)
     assert one.err.count("autoamp: ") == 1
-
-
-def test_workers_of_a_data_loader_are_no_children_that_count(ended: dict[str, Ended]) -> None:
-    assert "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;" in one_line(ended["loader"])
 
 
 def test_a_program_that_sigterm_ends_has_its_summary_and_report(folder: Path, ended: dict[str, Ended]) -> None:
@@ -447,17 +439,6 @@ def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, caps
     finally:
         known_ops.cache_clear()
     assert capsys.readouterr().out.startswith("brand_new_op: new in torch ")
-
-
-def test_lists_reach_the_program(ended: dict[str, Ended]) -> None:
-    assert ended["lists"].out == OUT
-    assert ended["lists"].err == ""
-
-
-def test_a_real_apex_takes_the_imports_unless_hidden(ended: dict[str, Ended]) -> None:
-    assert ended["real apex"].out == "the real one\n"
-    assert "--shadow-apex" in ended["real apex"].err
-    assert (ended["hidden apex"].code, ended["hidden apex"].out, ended["hidden apex"].err) == (0, "", "")
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
@@ -495,11 +476,6 @@ dist.destroy_process_group()
     assert done.stdout.splitlines() == ["grad 0.1875", "grad 0.1875"]
 
 
-def test_torchrun_under_autoamp_is_refused_with_what_to_do(ended: dict[str, Ended]) -> None:
-    assert (ended["torchrun"].code, ended["torchrun"].out) == (2, "")
-    assert "use torchrun [its options] -m autoamp run [options] script.py" in one_line(ended["torchrun"])
-
-
 # -- doctor and lists --
 
 
@@ -517,11 +493,6 @@ def test_doctor_reads_well(ended: dict[str, Ended]) -> None:
     assert "apex no real apex; `autoamp run` lets `import apex` find autoamp" in lines
     assert [line for line in lines if line.startswith("cpu ")]
     assert [line for line in lines if line.removeprefix("freed memory ").removeprefix("not ").startswith("kept")]
-
-
-def test_doctor_tells_a_module_that_cannot_be_imported(ended: dict[str, Ended]) -> None:
-    assert ended["doctor fails"].code == 2
-    assert "no_such_module" in ended["doctor fails"].err
 
 
 def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> None:

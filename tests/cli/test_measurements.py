@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.cli.measurements import REPEATS, Measured, measure
+from autoamp.cli.measurements import REPEATS, measure, verdict
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from autoamp.cli.measurements import REPEATS, Measured, measure
     ],
 )
 def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: float, said: str) -> None:
-    assert said in Measured("fp16", [matmul], [elementwise]).verdict
+    assert said in verdict("fp16", [matmul], [elementwise])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_verdict_says_whether_half_precision_pays(matmul: float, elementwise: fl
     ],
 )
 def test_verdict_says_where_repeats_differ(matmul: list[float], elementwise: list[float], said: str) -> None:
-    assert Measured("fp16", matmul, elementwise).verdict.startswith(said)
+    assert verdict("fp16", matmul, elementwise).startswith(said)
 
 
 class Products(TorchDispatchMode):
@@ -60,7 +60,7 @@ def test_measurement_is_of_true_dtypes_under_an_active_handle() -> None:
     with Products() as products:
         found = measure("cpu", seconds=0.0)
     assert products.dtypes == {torch.float32, torch.float16, torch.bfloat16}
-    assert [one.dtype for one in found] == ["fp16", "bf16"]
-    for one in found:
-        assert (len(one.matmul), len(one.elementwise)) == (REPEATS, REPEATS)
-        assert min(*one.matmul, *one.elementwise) > 0
+    assert [*found] == ["fp16", "bf16"]
+    for matmul, elementwise in found.values():
+        assert (len(matmul), len(elementwise)) == (REPEATS, REPEATS)
+        assert min(*matmul, *elementwise) > 0

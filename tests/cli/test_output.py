@@ -16,45 +16,27 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    found = Terminal()
+@pytest.mark.parametrize(
+    ("terminal", "variables", "colored"),
+    [(True, {}, True), (True, {"NO_COLOR": "1"}, False), (False, {}, False), (False, {"FORCE_COLOR": "1"}, True)],
+)
+def test_a_terminal_gets_colors_unless_variables_say_otherwise(
+    terminal: bool, variables: dict[str, str], colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    return found
-
-
-def test_a_terminal_gets_colours_and_no_color_takes_them_away(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for stream in ("stdout", "stderr"):
-        # Here, since pytest sets its own once fixtures are done.
-        monkeypatch.setattr(f"sys.{stream}", terminal)
-    say("one [b]line[/b]")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal() if terminal else io.StringIO()
+    # Here, since pytest sets its own once fixtures are done.
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    say("autoamp: one [b]line[/b]")
     say("wrong", wrong=True)
     show("Heading")
-    said, wrong, heading = terminal.getvalue().splitlines()
-    assert said == "\x1b[1;36mautoamp:\x1b[0m one [b]line[/b]"
-    assert wrong == "\x1b[1;31mautoamp:\x1b[0m wrong"
-    assert heading == "\x1b[1mHeading\x1b[0m"
-    terminal.truncate(0), terminal.seek(0)
-    monkeypatch.setenv("NO_COLOR", "1")
-    say("autoamp: plain")
-    show("Heading")
-    assert terminal.getvalue() == "autoamp: plain\nHeading\n"
-
-
-def test_a_file_gets_no_colours_unless_forced(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    say("plain")
-    assert capsys.readouterr().err == "autoamp: plain\n"
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    say("forced")
-    assert "\x1b[" in capsys.readouterr().err
+    first, second, third, end = ("\x1b[1;36m", "\x1b[1;31m", "\x1b[1m", "\x1b[0m") if colored else [""] * 4
+    said = f"{first}autoamp:{end} one [b]line[/b]\n{second}autoamp:{end} wrong\n{third}Heading{end}\n"
+    assert stream.getvalue() == said
 
 
 def test_nothing_is_said_without_a_stderr(monkeypatch: pytest.MonkeyPatch) -> None:

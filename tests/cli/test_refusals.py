@@ -44,14 +44,12 @@ SEARCH = ["--metric", "loss", "--dtype", "fp16"]
                                        "the letter O, not the digit 0"),
         *((["run", "--loss-scale", text], f"--loss-scale {text!r}: expected 'dynamic' or a number above 0")
           for text in ("x", "-1", "inf")),
-        (["run", "--capsule", "script.py/x"], "--capsule 'script.py/x': expected a folder that can be written"),
-        (["run", "--capsule", "x", "--opt-level", "O0"], "--capsule: expected --opt-level O1, got O0"),
         (["run", "--opt-level", "O2", "--no-apex"], "--opt-level O2 only applies if"),
         (["run", "--report", "none/x.json"], "--report 'none/x.json' cannot be written"),
         (["profile", "--json", "none/x.json"], "--json 'none/x.json' cannot be written"),
         (["run", "--device-type", "meta"], "--device-type 'meta'; give --dtype float16 or --dtype bfloat16, or choose"),
-        (["tune", *SEARCH, "--tolerance", "nan"], "--tolerance 0 or more"),
-        (["bisect", *SEARCH, "--tolerance", "nan"], "--tolerance 0 or more"),
+        *(([command, *SEARCH, "--tolerance", text], "--tolerance 0 or more")
+          for command in ("tune", "bisect") for text in ("nan", "-1")),
         (["tune", *SEARCH, "--max-error", "nan"], "--max-error must be 0 or more"),
         (["tune", *SEARCH, "--seeds", "0"], "--seeds must be 1 or more"),
         (["tune", *SEARCH, "-o", "none/list.toml"], "--output 'none/list.toml' cannot be written: give a file"),

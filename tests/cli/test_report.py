@@ -43,10 +43,6 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
             "2 of 400 steps skipped;",
         ),
         (
-            {**UNCOUNTED, "loss_scale": None},
-            "float16 on cuda (O1); losses are not scaled, as no optimizer was seen;",
-        ),
-        (
             {
                 "casts_left_to": "torch.autocast", "loss_scale": None, "scaling_left_to": "torch.amp.GradScaler",
                 "own_dtypes": {"float16": 400, "bfloat16": 3},
@@ -62,11 +58,6 @@ NO_CASTS = {**UNCOUNTED, "dtype": None, "device_type": None}
         (
             {**UNCOUNTED, "steps": 1, "skipped": 0, "lists": ("lists/default.toml", "/else/autoamp.toml")},
             "float16 on cuda (O1); loss scale 65536; 0 of 1 steps skipped; lists default.toml, /else/autoamp.toml;",
-        ),
-        ({**NO_CASTS, "opt_level": "O0"}, "no casts (O0);"),
-        (
-            {**NO_CASTS, "opt_level": "O3"},
-            "no casts (O3): that level casts what a program gives to amp.initialize(), which was not called; use O1;",
         ),
         # One that failed may have had no time to call anything.
         ({**NO_CASTS, "opt_level": "O3", "exit_code": 1}, "no casts (O3);"),
