@@ -249,7 +249,7 @@ class AutoScale(Subscriber):
             running.concern(guard)
         running.take(leaves, nodes)
         for root in roots:
-            self._optimizers.watch.loss_scaled(root, running.scale)
+            self._optimizers.program.tell(Subscriber.backward_begins, root, running.scale)
         return running
 
     def _join(

@@ -49,7 +49,7 @@ class GradScalerWatch(Subscriber):
     def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """Take note of a loss that is scaled."""
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not _is_compiling():
-            self._optimizers.watch.loss_scaled(outputs, _LazyScale(scaler))
+            self._optimizers.program.tell(Subscriber.backward_begins, outputs, _LazyScale(scaler))
 
     def around_unscale(self, original: Any) -> Any:
         """Return an ``unscale_`` whose errors are explained."""
@@ -89,7 +89,7 @@ class GradScalerWatch(Subscriber):
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.
             self._optimizers.step_stats.step_begins(skips.begin())
-            self._optimizers.watch.step_begins()
+            self._optimizers.program.tell(Subscriber.step_begins)
         elif guard is None:
             skips.step = self._optimizers.step_stats.last
         if flag is not None and self._unread.serves(flag.device):

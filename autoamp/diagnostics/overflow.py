@@ -34,9 +34,9 @@ from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrap
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
-from autoamp.program import listen
+from autoamp.program import Subscriber, listen
 from autoamp.scaling import LossScaler, scaled_loss
-from autoamp.stepping import Skips, Step, StepWatch, has_written_masters, several_processes
+from autoamp.stepping import Skips, Step, has_written_masters, several_processes
 from autoamp.tape import CannotRerun
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
@@ -51,7 +51,7 @@ WATCHED_STEPS = 8
 _SEARCHES, _LOW_SCALE = 2, 2.0**10
 
 
-class OverflowTrace(StepWatch):
+class OverflowTrace(Subscriber):
     """Explains skips, and steps without a loss scale whose gradients hold inf or nan.
 
     Args:
@@ -97,7 +97,6 @@ class OverflowTrace(StepWatch):
             f"{causes[place]}: in {counted(count - 1, 'more step')}" for place, count in counts.items() if count > 1
         ]
 
-    @property
     def wants_flags(self) -> bool:
         """Whether the flag of this step is to be read at once, because its ops are watched."""
         return self.recorder.step.is_watched
@@ -110,9 +109,9 @@ class OverflowTrace(StepWatch):
         """Drop what was recorded: the handle is no longer active."""
         self.recorder.drop()
 
-    # -- what steps tell; see `autoamp.stepping.StepWatch` --
+    # -- what steps tell --
 
-    def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
+    def backward_begins(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Called with a loss whose backward pass is about to run."""
         self.recorder.refuse_in_loss("scaled a loss")
         self.recorder.note_loss(loss, scale)
@@ -124,7 +123,7 @@ class OverflowTrace(StepWatch):
         self.recorder.end_step()
 
     def step_known(self, skips: Skips, step: Step) -> Overflow | None:
-        """Called once it is known what became of a step; explains a skip; see `autoamp.stepping.StepWatch`."""
+        """Called once it is known what became of a step; explains a skip."""
         self._skips.add(skips)
         scaler, scale, late = step.skipped_by, step.scale, step.is_late
         if not isinstance(scaler, LossScaler):

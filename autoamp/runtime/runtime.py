@@ -61,7 +61,7 @@ class Runtime:
         self.optimizers = GuardedOptimizers(
             self._casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
-        self.optimizers.runtime = self
+        self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
         self.followers = Followers()
         self.auto_scaling = AutoScale(self.optimizers)
         self._apply(settings)
@@ -88,7 +88,6 @@ class Runtime:
         self.overflows = OverflowTrace(self.casts, Observation(self.casts), always=settings.trace_overflow)
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
-        self.optimizers.watch = self.overflows
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
         recorder = self.overflows.recorder
         # The order in which an event is heard. Wrappers are nested so, the first outermost.
@@ -103,6 +102,7 @@ class Runtime:
             # Multiplies the gradients of a backward pass before the recorder sees them.
             self.auto_scaling,
             recorder,
+            self.overflows,
             self.nonfinite.grad_scaler_watch,
             self.nonfinite,
             # After all that counts or changes a step.

@@ -286,7 +286,7 @@ class TrainingHandle:
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
-        return wrap_optimizer(guarded, optimizer, scalers)
+        return wrap_optimizer(guarded, optimizer, scalers, self._runtime.check_active)
 
     def auto_scale(self) -> AutoScale:
         """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.

@@ -28,7 +28,7 @@ from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
-from autoamp.stepping.skips import Skips, Step, StepOwner, StepWatch
+from autoamp.stepping.skips import Skips, Step, StepOwner
 
 __all__ = [
     "GuardedOptimizers",
@@ -40,7 +40,6 @@ __all__ = [
     "Step",
     "StepGuard",
     "StepOwner",
-    "StepWatch",
     "announce_disabled",
     "announce_enabled",
     "as_list",

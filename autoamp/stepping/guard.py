@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import NonFiniteGradientsError, UsageError
+from autoamp.program import Subscriber
 from autoamp.scaling import LossScaler, Scale, non_finite
 from autoamp.stepping.attach import AttachedMethod, named_params, takes_flag
 from autoamp.stepping.masters import MasterWeights
@@ -53,7 +54,6 @@ class StepGuard:
         stepping: Whether the optimizer is stepping now, as this guard lets it.
         last_step_ran: Whether the optimizer was called by the last ``step()``: where it got the flag of an overflow on
             its device it changed nothing if that was set.
-        max_consecutive_skips: So many skips in a row are an error.
         repeats_closure: Whether the first evaluation of a closure may be repeated at a lower scale. Not where programs
             know nothing of loss scaling: a closure may draw its batch.
         scaled: Whether a block has had a loss of this optimizer.
@@ -70,7 +70,6 @@ class StepGuard:
         self.pending = PendingChecks(self.skips, self.grads, owner)
         self.in_block = self.stepping = False
         self.last_step_ran = self.repeats_closure = True
-        self.max_consecutive_skips = 50
         self.scaled = self.backward_seen = self.compared_settings = False
 
     @property
@@ -177,14 +176,18 @@ class StepGuard:
         finally:
             self.pending.step_ended()
             self.params_changed()
-        self.owner.step_ended(self)
+        self.owner.program.tell(Subscriber.step_ended, self.skips.step)
         return result
+
+    def is_refused(self) -> bool:
+        """Whether a subscriber refuses the step, by gradients that no loss scale checked."""
+        return any(self.owner.program.tell(Subscriber.refuses_step, self.optimizer, self))
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flag = self._flag_for_device()
         if flag is None:
             blamed = self.pending.resolve()
-            if blamed is not None or self.owner.wants_skip(self):
+            if blamed is not None or self.is_refused():
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
         optimizer = self.optimizer
@@ -236,7 +239,7 @@ class StepGuard:
             return None
         scaler = self.pending.checks[0].scaler if self.pending.checks else None
         flag = self.pending.resolve_on_device()
-        if flag is not None and scaler is not None and self.skips.in_a_row_known >= self.max_consecutive_skips:
+        if flag is not None and scaler is not None and self.skips.in_a_row_known >= self.owner.max_consecutive_skips:
             raise self._too_many_skips(scaler)
         return flag
 
@@ -274,7 +277,7 @@ class StepGuard:
             self.skips.step.skipped_by = "on_nonfinite"
             return
         self.skips.end(self.skips.step, blamed.scaler, float(blamed.scale))
-        if self.skips.in_a_row >= self.max_consecutive_skips:
+        if self.skips.in_a_row >= self.owner.max_consecutive_skips:
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
 
     def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[Tensor] = ()) -> NonFiniteGradientsError:
@@ -287,7 +290,7 @@ class StepGuard:
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
             f"first in {', '.join(found) or gone}; the loss scale is {scaler.loss_scale:g}. Look for "
             "inf or nan in the data and the loss, for too high a learning rate, for ops that need fp32. "
-            f"max_consecutive_skips={self.max_consecutive_skips} is the limit"
+            f"max_consecutive_skips={self.owner.max_consecutive_skips} is the limit"
             + ("" if explained is None else f". The last of them: {explained}"),
             overflow=explained,
         )
@@ -332,7 +335,7 @@ def _step_with_closure(
         first, begun = not begun and versions == [version_of(param) for param in guard.grads.params()], True
         guard.params_changed()
         loss, blamed = _evaluate(guard, closure, 1 if first and not guard.repeats_closure else _MAX_EVALUATIONS)
-        if blamed is None and not guard.owner.wants_skip(guard):
+        if blamed is None and not guard.is_refused():
             return loss
         if first or undo is not None or blamed is None:
             raise _TrainingFailed(loss, blamed)

@@ -29,7 +29,6 @@ class Guards:
         loss_scalers: Those that were given, and all that came later.
         step_stats: How many steps there were, and skips.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
-        max_consecutive_skips: So many skips of one optimizer in a row are an error.
         running: Optimizers of torch's classes whose step runs now, by id.
     """
 
@@ -37,7 +36,6 @@ class Guards:
         self.loss_scalers = LossScalers(scalers)
         self.step_stats = StepCounts(self.loss_scalers.catch_up)
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.max_consecutive_skips = 50
         self.running: set[int] = set()
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
 
@@ -86,7 +84,6 @@ class Guards:
             guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
             if check and guard.masters is None:
                 check_optimizer(optimizer)
-        guard.max_consecutive_skips = self.max_consecutive_skips
         return guard
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
@@ -96,7 +93,6 @@ class Guards:
                 f"The first scale_loss of {guard.name} came while its step() runs; pass what evaluates the loss as "
                 "optimizer.step(closure), or call scale_loss before step()"
             )
-        guard.max_consecutive_skips = self.max_consecutive_skips
         guard.install()
         self._guards[optimizer] = guard
         return guard

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,29 +23,8 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.skips import Step, StepOwner, StepWatch
+from autoamp.stepping.skips import Step, StepOwner
 from autoamp.stepping.usage_checks import UnderflowWatch
-
-
-class RankSettings(Protocol):
-    """The settings that all ranks have to have alike."""
-
-    def facts(self) -> dict[str, str]:
-        """Return them by name."""
-
-    def rules(self) -> dict[str, str]:
-        """Return the policy of each target."""
-
-
-class ActiveRuntime(Protocol):
-    """What drives the handle that the optimizers belong to."""
-
-    @property
-    def settings(self) -> RankSettings:
-        """The settings of the handle."""
-
-    def check_active(self) -> None:
-        """Raise UsageError where the handle is not active."""
 
 
 class GuardedOptimizers(Guards, StepOwner):
@@ -58,10 +37,8 @@ class GuardedOptimizers(Guards, StepOwner):
     Attributes:
         casts: As given; replaced at another call of `initialize`.
         asked: The process groups over which the program wants steps to be agreed on.
-        runtime: What drives the handle now; None for optimizers of no handle.
-        watch: Hears of losses, steps and skips, for diagnostics.
-        program: Tells what optimizers do.
-        undoes_steps: Whether a step that meets inf or nan in a later evaluation of its closure is undone.
+        facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target;
+            None for optimizers of no handle.
     """
 
     casts: CastState
@@ -70,10 +47,8 @@ class GuardedOptimizers(Guards, StepOwner):
         super().__init__(scalers)
         self.casts = casts
         self.asked = RequestedGroups()
-        self.runtime: ActiveRuntime | None = None
-        self.watch = StepWatch()
+        self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.program = Program()
-        self.undoes_steps = False
         self._vanishing = UnderflowWatch()
         self._left_scaled = LeftScaled()
         # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
@@ -90,7 +65,7 @@ class GuardedOptimizers(Guards, StepOwner):
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        self.watch.step_begins()
+        self.program.tell(Subscriber.step_begins)
         self.step_stats.step_begins(guard.skips.step)
         if guard.pending.own_scalers:
             for scaler in guard.pending.own_scalers:
@@ -130,16 +105,16 @@ class GuardedOptimizers(Guards, StepOwner):
         guard.compared_settings = True
         asked = self.requested_group(guard.optimizer)
         sets = rank_sets(stepped_params(guard.optimizer), () if asked is None else (asked.group,))
-        if sets and self.runtime is not None:
-            settings = self.runtime.settings
+        if sets and self.facts is not None:
+            facts, rules = self.facts()
             scalers = {f"loss scaler {number}": repr(scaler) for number, scaler in enumerate(self.scalers)}
             masters = {"masters": str(guard.masters is not None)}
-            compare_ranks(sets, {**settings.facts(), **masters, **scalers}, settings.rules())
+            compare_ranks(sets, {**facts, **masters, **scalers}, rules)
 
     def plain_step_begins(self, optimizer: Any) -> Step:
         """Begin a step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
         self._left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
-        self.watch.step_begins()
+        self.program.tell(Subscriber.step_begins)
         self.check_underflow(optimizer)
         self.step_stats.last = Step()
         return self.step_stats.last
@@ -148,14 +123,6 @@ class GuardedOptimizers(Guards, StepOwner):
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
         if self.casts.dtype is torch.float16 and self.step_stats.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
-
-    def wants_skip(self, guard: StepGuard) -> bool:
-        """Whether a subscriber refuses the step."""
-        return any(self.program.tell(Subscriber.refuses_step, guard.optimizer, guard))
-
-    def step_ended(self, guard: StepGuard) -> None:
-        """Tell that a step has ended."""
-        self.program.tell(Subscriber.step_ended, guard.skips.step)
 
     def plain_step_ended(self, step: Step) -> None:
         """Count a step of an optimizer without loss scaling, and tell that it has ended."""
@@ -188,7 +155,7 @@ class GuardedOptimizers(Guards, StepOwner):
         for guard in guards:
             guard.scaled = True
             self._forget_added(guard)
-        self.watch.loss_scaled(loss, scaler.scale_without_sync())
+        self.program.tell(Subscriber.backward_begins, loss, scaler.scale_without_sync())
         return scaled_loss_block(
             loss,
             guards,
@@ -256,7 +223,7 @@ class GuardedOptimizers(Guards, StepOwner):
         self.step_stats.steps = steps
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
-            guard.skips.in_a_row = 0
+            guard.skips.in_a_row_known = 0
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
@@ -289,20 +256,22 @@ class RequestedGroups:
         return self._of.get(optimizer, self._for_all)
 
 
-def wrap_optimizer(optimizers: GuardedOptimizers, optimizer: Any, scalers: Sequence[LossScaler]) -> Any:
+def wrap_optimizer(
+    optimizers: GuardedOptimizers, optimizer: Any, scalers: Sequence[LossScaler], check_active: Callable[[], None]
+) -> Any:
     """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.runtime.Handle.wrap_optimizer`.
 
     Args:
         optimizers: Guards the optimizer.
         optimizer: Wrapped for the first time, or again with other scalers.
         scalers: One for each loss. A scaler that serves another loss already is copied.
+        check_active: Raises UsageError where the handle is not active.
     """
     own = optimizers.loss_scalers.give_own(optimizer, scalers, optimizers.guard(optimizer).skips)
     reference = weakref.ref(optimizer)
 
     def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
-        if optimizers.runtime is not None:
-            optimizers.runtime.check_active()
+        check_active()
         return optimizers.scaled(loss, reference(), own.next(), delay_unscale)
 
     optimizer.scale_loss = scale_loss

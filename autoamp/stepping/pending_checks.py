@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.program import Subscriber
 from autoamp.scaling import (
     FoundInfReduction,
     LossScaler,
@@ -236,7 +237,7 @@ class PendingChecks:
 
     def resolve_on_device(self) -> Tensor | None:
         """Settle the pending checks on their device and return the flag; None where they are to be read."""
-        if not self.checks or self._owner().watch.wants_flags:
+        if not self.checks or any(self._owner().program.tell(Subscriber.wants_flags)):
             return None
         scaler, skips = self.checks[0].scaler, self._skips
         skips.wait_by(scaler.unread)

@@ -13,50 +13,26 @@ from typing import Any, SupportsFloat
 from torch import Tensor
 
 from autoamp.casting import CastState
+from autoamp.program import Program, Subscriber
 from autoamp.scaling import LossScaler, RequestedGroup, UnreadFlags
 
 logger = logging.getLogger(__name__)
 
 
-class StepWatch:
-    """Is called with each loss and at each step. Diagnostics override this one, which does nothing."""
-
-    @property
-    def wants_flags(self) -> bool:
-        """Whether the flag of this step is to be read at once, which waits for the device."""
-        return False
-
-    def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Called with a loss whose backward pass is about to run, multiplied by a scale.
-
-        Args:
-            loss: The loss before it is multiplied, a scalar.
-            scale: The scale, which may be known to the device alone.
-        """
-
-    def step_begins(self) -> None:
-        """Called when an optimizer is called."""
-
-    def step_known(self, skips: Skips, step: Step) -> Any:
-        """Called when it is known what became of a step. Returns what explains it, if it was a skip.
-
-        Args:
-            skips: Of the optimizer.
-            step: One that was taken, or that a loss scale skipped.
-        """
-
-
 class StepOwner:
     """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
 
-    watch = StepWatch()
-    """What is called at steps, for diagnostics."""
+    program = Program()
+    """Tells what happens to its optimizers."""
 
     casts: CastState | None = None
     """What casts for the program: off while the optimizer steps, and on in a closure."""
 
     undoes_steps = False
     """Whether a step that meets inf or nan in a later evaluation of its closure is undone."""
+
+    max_consecutive_skips = 50
+    """So many skips of one optimizer in a row are an error."""
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -70,18 +46,11 @@ class StepOwner:
     def refuse_scaled(self, guard: Any) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
 
-    def wants_skip(self, guard: Any) -> bool:
-        """Look at gradients that no loss scale checked; return whether the program wants the step skipped for them."""
-        return False
-
     def step_begins(self, guard: Any) -> None:
         """Called at each step, before it is taken or skipped."""
 
     def step_skipped(self) -> None:
         """Called at each skip, as soon as it is known."""
-
-    def step_ended(self, guard: Any) -> None:
-        """Called after each step or skip, once parameters are as it left them."""
 
 
 class Step:
@@ -129,6 +98,8 @@ class Skips:
 
     Attributes:
         steps: How many times ``step()`` was called, skips included.
+        total: How many of these are known to be skips.
+        in_a_row_known: How many skips came since the last step that is known to be taken.
         step: The last of these calls.
         last_skip: The last of them that is known to be a skip.
         name: As given.
@@ -137,31 +108,19 @@ class Skips:
     """
 
     def __init__(self, name: str, owner: Callable[[], StepOwner]) -> None:
-        self.steps = 0
+        self.steps = self.total = self.in_a_row_known = 0
         self.step = self.last_skip = Step()
         self.owner = owner
         self.name = name
-        self._total = self._in_a_row = 0
         self.has_held = False
         # Those of the scaler that hears of the last steps later than they are taken.
         self._unread: UnreadFlags | None = None
 
     @property
-    def total(self) -> int:
-        """How many steps were skips."""
-        self.catch_up()
-        return self._total
-
-    @property
     def in_a_row(self) -> int:
         """How many skips came since the last step that was taken."""
         self.catch_up()
-        return self._in_a_row
-
-    @in_a_row.setter
-    def in_a_row(self, count: int) -> None:
-        self.catch_up()
-        self._in_a_row = count
+        return self.in_a_row_known
 
     def begin(self) -> Step:
         """Begin the record of another step."""
@@ -180,11 +139,6 @@ class Skips:
             self.catch_up()
             self._unread = unread
 
-    @property
-    def in_a_row_known(self) -> int:
-        """How many skips in a row are known by now. Waits for nothing."""
-        return self._in_a_row
-
     def end(self, step: Step, skipped_by: LossScaler | None = None, scale: float = 1.0, *, late: bool = False) -> None:
         """Count a step, and tell those who are to hear of it.
 
@@ -196,20 +150,19 @@ class Skips:
         """
         self.catch_up()
         step.unread, step.is_late = None, late
-        self._total += skipped_by is not None
-        self._in_a_row = 0 if skipped_by is None else self._in_a_row + 1
+        owner = self.owner()
         if skipped_by is None:
-            self.has_held = True
-            self.owner().watch.step_known(self, step)
+            self.in_a_row_known, self.has_held = 0, True
+            owner.program.tell(Subscriber.step_known, self, step)
             return
-        self.last_skip = step
+        self.total, self.in_a_row_known, self.last_skip = self.total + 1, self.in_a_row_known + 1, step
         step.skipped_by, step.scale = skipped_by, scale
-        self.owner().step_skipped()
-        step.explanation = self.owner().watch.step_known(self, step)
-        if self._total & (self._total - 1) == 0:
+        owner.step_skipped()
+        step.explanation = next(iter(owner.program.tell(Subscriber.step_known, self, step)), None)
+        if self.total & (self.total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
-                self.name, scale, skipped_by.loss_scale, self._total, self._in_a_row,
+                self.name, scale, skipped_by.loss_scale, self.total, self.in_a_row_known,
             )  # fmt: skip
 
 

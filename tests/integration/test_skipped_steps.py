@@ -24,7 +24,6 @@ import autoamp.optimizers
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle, runtime_of
 from autoamp.scaling import UnreadFlags
-from autoamp.stepping import StepWatch
 
 # What makes more state than the defaults do.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -121,8 +120,10 @@ def activate(way: str, device: str) -> Any:
     handle = autoamp.init(device_type=device, dtype=torch.float16, loss_scale=1024.0)
     if way == "scale_loss, flags unread":
         # As on a GPU: fused optimizers take the flag of an overflow on their device, where nobody explains overflows.
-        runtime_of(handle).optimizers.scalers[0].unread = UnreadFlags((device,))
-        runtime_of(handle).optimizers.watch = StepWatch()
+        runtime = runtime_of(handle)
+        runtime.optimizers.scalers[0].unread = UnreadFlags((device,))
+        program = runtime.optimizers.program
+        program.subscribe(*(one for one in program.subscribers if one is not runtime.overflows))
     if way == "auto_scale":
         handle.auto_scale()
     return handle

@@ -31,8 +31,8 @@ class Owner(StepOwner):
 
 def guard_of(optimizer: Any, *, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
     owner = Owner()
+    owner.max_consecutive_skips = max_consecutive_skips
     guard = StepGuard(optimizer, lambda: owner, masters=masters)
-    guard.max_consecutive_skips = max_consecutive_skips
     guard.install()
     return guard
 
