@@ -172,7 +172,7 @@ class ScaledPass:
             return True
         # A sum of finite halves may be inf.
         return leaf.dtype not in HALF_DTYPES and not any(
-            guard.pending.unchecked([leaf]) for guard in self._owners.get(id(leaf), ())
+            guard.pending.checked.unchecked([leaf]) for guard in self._owners.get(id(leaf), ())
         )
 
     def concern(self, guard: StepGuard) -> None:
@@ -231,7 +231,7 @@ class ScaledPass:
             leaf = self._sure[name]() if name in self._sure else None
             if leaf is not None and not _has_hooks(leaf):
                 for guard in self._owners.get(name, ()):
-                    guard.pending.note_checked([leaf])
+                    guard.pending.checked.note([leaf])
         self._arrivals, self._inner, self._passed_on, self._sure = {}, {}, {}, {}
 
 

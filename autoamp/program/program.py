@@ -9,8 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from autoamp.patching import PatchSet, imitate, original_of, writing
 from autoamp.program.events import Subscriber
-from autoamp.program.points import LATE_MODULE, Point, points
-from autoamp.program.steps import StepPatches
+from autoamp.program.points import LATE_MODULE, Point, StepPatches, points
 
 P = ParamSpec("P")
 R = TypeVar("R")

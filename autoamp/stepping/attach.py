@@ -162,11 +162,6 @@ def guard_before(optimizer: Any) -> Any:
     return getattr(step._instead, "__self__", None) if isinstance(step, AttachedMethod) else None
 
 
-def has_other_guard(optimizer: Any) -> bool:
-    """Whether an optimizer has a guard that is none of a handle: an `FP16_Optimizer`, or the one inside of it."""
-    return isinstance(optimizer, ScalesItself) or guard_before(optimizer) is not None
-
-
 def living_optimizers_and_modules() -> tuple[list[torch.optim.Optimizer], list[torch.nn.Module]]:
     """Return the optimizers that have groups, and the modules, that live, as far as the garbage collector tells.
 
@@ -185,37 +180,32 @@ def _same(value: Any) -> Any:
 
 
 def _names_in_live_modules() -> dict[int, str]:
-    """Return the names that living modules give to parameters, from modules that are no other's child."""
+    """Return the names that living modules give to parameters, and to their masters."""
     _, modules = living_optimizers_and_modules()
     names: dict[int, str] = {}
-    children: set[int] = set()
-    # A module that is half built answers nothing, and must not hide the error that names are looked for.
     for module in modules:
+        # A module that is half built answers nothing, and must not hide the error that names are looked for.
         with contextlib.suppress(Exception):
-            children.update(map(id, module.children()))
-    for module in modules:
-        if id(module) not in children:
-            with contextlib.suppress(Exception):
-                for name, param in module.named_parameters():
-                    link = link_of(param)
-                    # The optimizer steps the master of a half parameter.
-                    for tensor in (param,) if link is None else (param, link.master):
-                        names.setdefault(id(tensor), f"{type(module).__name__}.{name}")
+            for name, param in module.named_parameters():
+                link = link_of(param)
+                # The optimizer steps the master of a half parameter.
+                for tensor in (param,) if link is None else (param, link.master):
+                    known, whole = names.get(id(tensor), ""), f"{type(module).__name__}.{name}"
+                    # The path from the outermost module has most parts.
+                    names[id(tensor)] = whole if whole.count(".") > known.count(".") else known
     return names
 
 
 def takes_flag(optimizer: Any) -> bool:
-    """Whether an optimizer takes the flag of an overflow on its device, and changes nothing where that is set."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and _supports_found_inf(type(optimizer))
+    """Whether an optimizer takes the flag of an overflow on its device, and changes nothing where that is set.
 
-
-def _supports_found_inf(kind: type[Any]) -> bool:
-    """Whether a class that says it takes the flag of an overflow changes nothing in a step where that is set.
-
-    Not one that wants a whole `GradScaler`, by an older convention. Nor a subclass with a step of its own that inherits
-    ``_step_supports_amp_scaling`` from a class of torch: what its step does besides calling that one, it would do in a
-    skipped step too.
+    Not one that wants a whole `GradScaler`, by an older convention. Nor one of a subclass with a step of its own that
+    inherits ``_step_supports_amp_scaling`` from a class of torch: what its step does besides calling that one, it would
+    do in a skipped step too.
     """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    kind = type(optimizer)
     step = getattr(kind, "step", None)
     # Torch wraps the step of each class; the wrapper has the module of what it wraps.
     module = getattr(step, "__module__", None) or ""

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from autoamp.casting import CastState
 from autoamp.errors import UsageError
-from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, scaled_loss, unscale_
+from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, unscale_
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.overflow_checks import OverflowCheck
-from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.setting_warnings import warn_without_gradients
 
 
@@ -41,53 +39,6 @@ class _OpenBlocks(threading.local):
 
 
 open_blocks = _OpenBlocks()
-
-
-@contextlib.contextmanager
-def scaled_loss_block(
-    loss: Tensor,
-    guards: Sequence[StepGuard],
-    scaler: LossScaler,
-    casts: CastState,
-    *,
-    delay_unscale: bool,
-    left_scaled: LeftScaled,
-    watch_pass: Callable[[Tensor, Tensor, Scale, Sequence[StepGuard]], BackwardWatch],
-) -> Iterator[Tensor]:
-    """`scaled_block` that yields the loss times its scale, and drops kept casts at its end.
-
-    Args:
-        loss: The program's.
-        guards: As for `scaled_block`.
-        scaler: As for `scaled_block`.
-        casts: Whose kept casts are dropped.
-        delay_unscale: As for `scaled_block`.
-        left_scaled: Knows of parameters whose gradients a block left scaled.
-        watch_pass: Returns what sees the backward passes of the scaled loss.
-
-    Raises:
-        UsageError: One of the optimizers is in a block already, or the loss itself was run backward in this one.
-    """
-    left = left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
-    try:
-        with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-            for param, earlier, reason in left:
-                # The block multiplied them by its scale once more.
-                left_scaled.note([param], earlier, reason)
-            scaled = scaled_loss(loss, scale)
-            watches = scaler.checks and not torch.compiler.is_compiling()
-            watch = watch_pass(loss, scaled, scale, guards) if watches else None
-            try:
-                yield scaled
-            finally:
-                if watch is not None:
-                    watch.end()
-            if watch is not None:
-                watch.check()
-                for guard in guards:
-                    guard.backward_seen = guard.backward_seen or watch.backward_seen
-    finally:
-        casts.cache.clear()
 
 
 @contextlib.contextmanager
@@ -137,7 +88,11 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
-        guard.prepare_block(finishes_delayed=not scaler.checks)
+        guard.grads.collect(new_pass=True)
+        guard.pending.unscale_added_params()
+        guard.pending.resolve_dropped_grads()
+        if not scaler.checks or not guard.grads.has_any():
+            guard.pending.finish_delayed()
         if len(guards) > 1:
             # What the program wrote since concerns one optimizer, and not the others of this block.
             guard.pending.look_before_block()
@@ -146,7 +101,8 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
     _rescale(guards, scale)
     added_to = [guard for guard in guards if guard.grads.has_any()] if len(guards) > 1 else []
     for guard in guards:
-        guard.grads.before_backward()
+        if guard.masters is not None:
+            guard.masters.before_backward()
         guard.grads.scale, guard.in_block = scale, True
     return scale, added_to
 

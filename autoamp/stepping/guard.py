@@ -92,11 +92,6 @@ class StepGuard:
         """The optimizer, None once it is gone."""
         return self._optimizer()
 
-    @property
-    def takes_flag(self) -> bool:
-        """Whether the optimizer takes the flag of an overflow on its device."""
-        return takes_flag(self.optimizer)
-
     def install(self) -> None:
         """Put the guard in front of ``optimizer.step``.
 
@@ -118,14 +113,6 @@ class StepGuard:
             attached.detach()
 
     # -- blocks --
-
-    def prepare_block(self, *, finishes_delayed: bool) -> None:
-        """Get ready for a block: resolve what is known of gradients that were dropped since the last one."""
-        self.grads.collect(new_pass=True)
-        self.pending.unscale_added_params()
-        self.pending.resolve_dropped_grads()
-        if finishes_delayed or not self.grads.has_any():
-            self.pending.finish_delayed()
 
     def leave_block(self, scale: Scale, check: OverflowCheck | None = None, delayed: LossScaler | None = None) -> None:
         """Take note of how a block ended.
@@ -167,14 +154,23 @@ class StepGuard:
                 f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
             )
         closure = args[0] if args else kwargs.get("closure")
-        self._prepare_step(makes_gradients=callable(closure))
+        last_step = self.skips.step
+        self.skips.begin()
+        self.owner.step_begins(self)
+        self.last_step_ran = True
+        if not callable(closure):
+            self.owner.refuse_scaled(self)
+        self.grads.collect()
+        self.pending.finish_delayed()
+        self.pending.unscale_added_params()
+        self.pending.recheck(makes_gradients=callable(closure), last_step=last_step)
         try:
             if callable(closure):
                 result = _step_with_closure(self, closure, original, args, kwargs)
             else:
                 result = self._step_by_checks(original, args, kwargs)
         finally:
-            self.pending.step_ended()
+            self.pending.agreed = False
             self.params_changed()
         self.owner.program.tell(Subscriber.step_ended, self.skips.step)
         return result
@@ -202,18 +198,6 @@ class StepGuard:
             forget_state(optimizer, known)
         return result
 
-    def _prepare_step(self, *, makes_gradients: bool) -> None:
-        last_step = self.skips.step
-        self.skips.begin()
-        self.owner.step_begins(self)
-        self.last_step_ran = True
-        if not makes_gradients:
-            self.owner.refuse_scaled(self)
-        self.grads.collect()
-        self.pending.finish_delayed()
-        self.pending.unscale_added_params()
-        self.pending.recheck(makes_gradients=makes_gradients, last_step=last_step)
-
     def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
         casts = self.owner.casts
@@ -231,7 +215,7 @@ class StepGuard:
         """
         optimizer = self.optimizer
         if (
-            not self.takes_flag
+            not takes_flag(optimizer)
             or getattr(optimizer, "found_inf", None) is not None
             or getattr(optimizer, "_optimizer_step_pre_hooks", None)
             or getattr(optimizer, "_optimizer_step_post_hooks", None)
@@ -300,12 +284,7 @@ class StepGuard:
 
 
 class _TrainingFailed(BaseException):
-    """Leaves an optimizer's step from within its closure."""
-
-    def __init__(self, loss: Any, blamed: OverflowCheck | None) -> None:
-        super().__init__()
-        self.loss = loss
-        self.blamed = blamed
+    """Leaves an optimizer's step from within its closure, with the loss and the check to blame, if one is."""
 
 
 def _step_with_closure(
@@ -357,8 +336,9 @@ def _step_with_closure(
         if isinstance(given_up, NonFiniteGradientsError):
             raise
         forget_state(guard.optimizer, known)
-        guard.skip(given_up.blamed)
-        return given_up.loss
+        loss, blamed = given_up.args
+        guard.skip(blamed)
+        return loss
 
 
 def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:

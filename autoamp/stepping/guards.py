@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler
-from autoamp.stepping.attach import refuse_unguardable, stepped_params
+from autoamp.stepping.attach import refuse_unguardable, stepped_params, takes_flag
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers
 from autoamp.stepping.masters import MasterWeights
@@ -62,7 +62,7 @@ class Guards:
         optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
         """
         for guard in self.guards:
-            if guard.pending.checks and not guard.stepping and not guard.takes_flag:
+            if guard.pending.checks and not guard.stepping and not takes_flag(guard.optimizer):
                 params = set(map(id, guard.grads.params()))
                 if all(id(param) in params for param in stepped_params(optimizer)):
                     return guard
@@ -153,17 +153,13 @@ class Guards:
         if self.step_stats.own_scale is not None:
             # Of the program's scaler nothing is kept but the number.
             self.step_stats.own_scale = float(self.step_stats.own_scale)
-        # The optimizers live as long as this list does, and their guards refer to them weakly.
-        guarded = list(self._guards.items())
-        guards = [guard for _, guard in guarded]
-        for guard in guards:
-            guard.uninstall()
-        self._guards.clear()
+        # All guards first: gradients that they left scaled may be those of masters that several optimizers step.
+        optimizers = list(self._guards)
+        for masters in [self.hand_over(optimizer) for optimizer in optimizers]:
+            if masters is not None:
+                masters.dissolve()
         for optimizer in self.loss_scalers.with_own():
             self.loss_scalers.forget_own(optimizer)
-        for guard in guards:
-            if guard.masters is not None:
-                guard.masters.dissolve()
 
 
 def steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:

@@ -102,7 +102,11 @@ class LossScalers:
         before = self._own.get(optimizer)
         others = [scaler for scaler in self.all if before is None or scaler not in before.scalers]
         taken = others if self._own else []
-        own = WrappedOptimizerScalers(_distinct(scalers, taken), skips)
+        distinct: list[LossScaler] = []
+        for scaler in scalers:
+            # No loss may move the scale of another.
+            distinct.append(copy.copy(scaler) if scaler in (*taken, *distinct) else scaler)
+        own = WrappedOptimizerScalers(distinct, skips)
         self.all = [*taken, *own.scalers]
         self._own[optimizer] = own
         return own
@@ -153,7 +157,9 @@ class LossScalers:
                 "docs/howto/grad_scaler.md shows how to load it: pass {'loss_scaler0': {'loss_scale': state['scale'], "
                 "'unskipped': state['_growth_tracker']}}"
             )
-        scalers = self._meant_by(state)
+        # Earlier models may just live on: their scalers are in no checkpoint of the last call.
+        count = sum(str(key).startswith("loss_scaler") for key in state)
+        scalers = self.latest if count == len(self.latest) else self.all
         names = [f"loss_scaler{i}" for i in range(len(scalers))]
         missing = [name for name in names if name not in state]
         for key in missing or sorted(str(key) for key in state if key not in {*names, "skipped_steps"}):
@@ -171,11 +177,6 @@ class LossScalers:
         for name, scaler in zip(names, scalers, strict=True):
             scaler.load_state_dict(state[name])
         return int(skipped)
-
-    def _meant_by(self, state: Mapping[str, Any]) -> list[LossScaler]:
-        """Return the scalers that a state is of: all, or those of the last call, where earlier models just live on."""
-        count = sum(str(key).startswith("loss_scaler") for key in state)
-        return self.latest if count == len(self.latest) else self.all
 
 
 class WrappedOptimizerScalers:
@@ -208,11 +209,3 @@ class WrappedOptimizerScalers:
 def as_list(values: Any) -> list[Any]:
     """Return optimizers or models as a list: one of them, or a list or tuple."""
     return list(values) if isinstance(values, (list, tuple)) else [values]
-
-
-def _distinct(scalers: Sequence[LossScaler], taken: Sequence[LossScaler]) -> list[LossScaler]:
-    """Return the scalers, a copy of what serves another loss already: no loss may move the scale of another."""
-    distinct: list[LossScaler] = []
-    for scaler in scalers:
-        distinct.append(copy.copy(scaler) if scaler in taken or scaler in distinct else scaler)
-    return distinct

@@ -38,7 +38,7 @@ from autoamp.stepping.links import (
     release_master,
     written_masters,
 )
-from autoamp.stepping.replicas import WRAPPERS, Sync, broadcast, kept_equal, next_sync, several_processes
+from autoamp.stepping.replicas import Sync, broadcast, kept_equal, next_sync, several_processes, watch_wrappers
 from autoamp.tensors import HALF_DTYPES, without_grad
 
 # So many elements of gradients may be cast to fp32 at once: each part costs a launch.
@@ -61,14 +61,14 @@ class MasterWeights:
         self._pairs: dict[int, tuple[Tensor, Link]] = {}
         self._hooks: dict[int, Any] = {}
         # Half parameters outlive an optimizer that is dropped.
-        weakref.finalize(self, _remove_all, self._hooks).atexit = False
+        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self._hooks).atexit = False
         self._stashed = _StashedGrads()
         self._replicated: list[_Replicated] = []
         self._asked: tuple[int, int] | None = None
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.adopt()
-        self._watching = WRAPPERS.watch(self)
+        self._wrappers, self._stop_watching = watch_wrappers(self)
         for method, instead in (("zero_grad", self._zero_grad), ("add_param_group", self._add_group)):
             if callable(getattr(optimizer, method, None)):
                 self._attached.append(weakref.ref(AttachedMethod(optimizer, method, instead)))
@@ -112,7 +112,7 @@ class MasterWeights:
             new_pass: As for `share_gradients`.
         """
         self.share_gradients(new_pass=new_pass)
-        if self._asked != (WRAPPERS.seen, len(self._pairs)):
+        if self._asked != (len(self._wrappers), len(self._pairs)):
             self._equalise()
 
     @without_grad
@@ -175,11 +175,11 @@ class MasterWeights:
     @torch.no_grad()
     def _equalise(self) -> None:
         """Broadcast the masters with which a DistributedDataParallel was made since this was asked last."""
-        self._asked = (WRAPPERS.seen, len(self._pairs))
+        self._asked = (len(self._wrappers), len(self._pairs))
         self._replicated = []
         left = dict(self._pairs)
         # Of several around one parameter the newest counts: one from before may not be collected yet.
-        for wrapper in reversed(list(WRAPPERS)):
+        for wrapper in [one for reference in reversed(self._wrappers) if (one := reference()) is not None]:
             pairs = [left.pop(id(param)) for param in kept_equal(wrapper) if id(param) in left]
             stale = [half for half, link in pairs if link.equal_by is None or link.equal_by() is not wrapper]
             if stale:
@@ -264,13 +264,17 @@ class MasterWeights:
         """
         chosen = self._pairs.keys() if only is None else self._pairs.keys() & set(map(id, only))
         self.share_gradients()
+        optimizer: Any = self._optimizer()
         pairs = [self._pairs[key] for key in self._pairs if key in chosen]
         refresh_masters([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
         for half, link in pairs:
             grad, half.grad = half.grad, None
             half.data = link.master.data if half.shape == link.master.shape else half.data.float()
             half.grad = grad
-            _replace_in_groups(self._optimizer(), link.master, half)
+            for group in optimizer.param_groups:
+                # In place: some optimizers (LBFGS) refer to the list itself.
+                group["params"][:] = [half if parameter is link.master else parameter for parameter in group["params"]]
+            _move_state(optimizer, link.master, half)
             release_master(half)
             self._pairs.pop(id(half))
             hook = self._hooks.pop(id(half), None)
@@ -283,7 +287,7 @@ class MasterWeights:
                     attached.detach()
             self._attached.clear()
             self._replicated.clear()
-            self._watching()
+            self._stop_watching()
 
 
 def fit_state(optimizer: Any) -> None:
@@ -292,13 +296,6 @@ def fit_state(optimizer: Any) -> None:
         for parameter in group["params"]:
             if parameter.dtype in (torch.float32, *HALF_DTYPES):
                 _move_state(optimizer, parameter, parameter)
-
-
-def _replace_in_groups(optimizer: Any, old: Tensor, new: Tensor) -> None:
-    for group in optimizer.param_groups:
-        # In place: some optimizers (LBFGS) refer to the list itself.
-        group["params"][:] = [new if parameter is old else parameter for parameter in group["params"]]
-    _move_state(optimizer, old, new)
 
 
 def _move_state(optimizer: Any, old: Tensor, new: Tensor) -> None:
@@ -372,11 +369,6 @@ def _before_accumulation(half: Tensor, link: Link, stashed: _StashedGrads) -> An
             stashed.put(parameter, link)
 
     return hook
-
-
-def _remove_all(hooks: Mapping[int, Any]) -> None:
-    for hook in hooks.values():
-        hook.remove()
 
 
 def _share(half: Tensor, link: Link, grad: Tensor | None) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from autoamp.errors import warn_user
 from autoamp.program import Subscriber
-from autoamp.stepping.attach import has_other_guard
-from autoamp.stepping.guard import StepGuard
+from autoamp.stepping.attach import ScalesItself, guard_before
 from autoamp.stepping.optimizers import GuardedOptimizers, scaled_params
 
 
@@ -57,8 +56,13 @@ class OptimizerSteps(Subscriber):
         """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
         optimizers = self._optimizers
         guard, plain_step = optimizers.guard_of(optimizer), None
-        if guard is None and not has_other_guard(optimizer):
-            guard = self._guard_at_step(optimizer, args[0] if args else kwargs.get("closure"))
+        # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
+        if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
+            optimizers.program.tell(Subscriber.unguarded_step, optimizer)
+            guard = optimizers.guard_of(optimizer) or optimizers.guard_around(optimizer)
+            if guard is None and callable(args[0] if args else kwargs.get("closure")):
+                # Now: when the closure scales the first loss, the step has begun already.
+                guard = optimizers.guard(optimizer)
             plain_step = optimizers.plain_step_begins(optimizer) if guard is None else None
         if guard is not None and not guard.stepping:
             return guard.step(functools.partial(original, optimizer), args, kwargs)
@@ -72,26 +76,14 @@ class OptimizerSteps(Subscriber):
         finally:
             optimizers.running.discard(id(optimizer))
         if plain_step is not None:
-            optimizers.plain_step_ended(plain_step)
+            optimizers.step_stats.plain += 1
+            optimizers.program.tell(Subscriber.step_ended, plain_step)
         optimizers.casts.cache.clear()
         return result
 
-    def _guard_at_step(self, optimizer: Any, closure: Any) -> StepGuard | None:
-        """Return the guard that an optimizer without one gets as it steps; None where it goes on without.
-
-        One that is called with a closure gets a guard now: when the closure scales the first loss, the step has begun
-        already.
-        """
-        optimizers = self._optimizers
-        optimizers.program.tell(Subscriber.unguarded_step, optimizer)
-        guard = optimizers.guard_of(optimizer) or optimizers.guard_around(optimizer)
-        if guard is None and callable(closure):
-            guard = optimizers.guard(optimizer)
-        return guard
-
     def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
-        self._optimizers.refuse_clipping(function, params)
+        self._optimizers.left_scaled.refuse(f"{function} would clip", params)
         if self._warned_of_clipping or not (scaled := scaled_params(self._optimizers)):
             return
         clipped = set(map(id, params))

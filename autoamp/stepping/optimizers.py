@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from autoamp.casting import CastState
 from autoamp.errors import UsageError, kind_of
 from autoamp.program import Program, Subscriber
-from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, total_norm
+from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, scaled_loss, total_norm
 from autoamp.stepping.attach import ScalesItself, guard_before, living_optimizers_and_modules, stepped_params
-from autoamp.stepping.block import scaled_loss_block
+from autoamp.stepping.block import scaled_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.guards import Guards, steps_any_of
 from autoamp.stepping.loss_scalers import as_list
@@ -23,8 +23,8 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
+from autoamp.stepping.setting_warnings import UnderflowWatch
 from autoamp.stepping.skips import Step, StepOwner
-from autoamp.stepping.usage_checks import UnderflowWatch
 
 
 class GuardedOptimizers(Guards, StepOwner):
@@ -37,6 +37,7 @@ class GuardedOptimizers(Guards, StepOwner):
     Attributes:
         casts: As given; replaced at another call of `initialize`.
         asked: The process groups over which the program wants steps to be agreed on.
+        left_scaled: The parameters whose gradients a block left scaled.
         facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target;
             None for optimizers of no handle.
     """
@@ -50,7 +51,7 @@ class GuardedOptimizers(Guards, StepOwner):
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.program = Program()
         self._vanishing = UnderflowWatch()
-        self._left_scaled = LeftScaled()
+        self.left_scaled = LeftScaled()
         # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
         self._living: weakref.WeakSet[Any] | None = None
         # The parameters that none of them had by then: one that is made later may step them.
@@ -78,25 +79,21 @@ class GuardedOptimizers(Guards, StepOwner):
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
         self._forget_added(guard)
-        self._left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
-
-    def refuse_clipping(self, function: str, params: Iterable[Tensor]) -> None:
-        """Raise UsageError if gradients that a function is about to clip were left scaled by a block."""
-        self._left_scaled.refuse(f"{function} would clip", params)
+        self.left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
 
     def share_gradients(self, optimizer: Any) -> None:
         """Let an optimizer's masters, if it has some, have the gradients of their half parameters, scaled or not."""
         masters = self.masters_of(optimizer)
         if masters is not None:
-            left = self._left_scaled.left(half for half, _ in masters.pairs)
+            left = self.left_scaled.left(half for half, _ in masters.pairs)
             masters.share_gradients()
             for half, scale, reason in left:
-                self._left_scaled.note([half, masters.get(half)], scale, reason)
+                self.left_scaled.note([half, masters.get(half)], scale, reason)
 
     def _forget_added(self, guard: StepGuard) -> None:
         """Forget what blocks left scaled in an optimizer that got parameters since: these are going to be unscaled."""
-        if self._left_scaled and guard.pending.has_added_params:
-            self._left_scaled.forget(guard.grads.leaves())
+        if self.left_scaled and guard.pending.has_added_params:
+            self.left_scaled.forget(guard.grads.leaves())
 
     def compare_settings(self, guard: StepGuard) -> None:
         """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""
@@ -113,7 +110,7 @@ class GuardedOptimizers(Guards, StepOwner):
 
     def plain_step_begins(self, optimizer: Any) -> Step:
         """Begin a step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
-        self._left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
+        self.left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
         self.program.tell(Subscriber.step_begins)
         self.check_underflow(optimizer)
         self.step_stats.last = Step()
@@ -123,11 +120,6 @@ class GuardedOptimizers(Guards, StepOwner):
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
         if self.casts.dtype is torch.float16 and self.step_stats.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
-
-    def plain_step_ended(self, step: Step) -> None:
-        """Count a step of an optimizer without loss scaling, and tell that it has ended."""
-        self.step_stats.plain += 1
-        self.program.tell(Subscriber.step_ended, step)
 
     def step_skipped(self) -> None:
         """Count a skip."""
@@ -156,19 +148,36 @@ class GuardedOptimizers(Guards, StepOwner):
             guard.scaled = True
             self._forget_added(guard)
         self.program.tell(Subscriber.backward_begins, loss, scaler.scale_without_sync())
-        return scaled_loss_block(
-            loss,
-            guards,
-            scaler,
-            self.casts,
-            delay_unscale=delay_unscale,
-            left_scaled=self._left_scaled,
-            watch_pass=self.watch_pass,
-        )
+        return self._block(loss, guards, scaler, delay_unscale)
+
+    @contextlib.contextmanager
+    def _block(
+        self, loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, delay_unscale: bool
+    ) -> Iterator[Tensor]:
+        left = self.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
+        try:
+            with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+                for param, earlier, reason in left:
+                    # The block multiplied them by its scale once more.
+                    self.left_scaled.note([param], earlier, reason)
+                scaled = scaled_loss(loss, scale)
+                watches = scaler.checks and not torch.compiler.is_compiling()
+                watch = self.watch_pass(loss, scaled, scale, guards) if watches else None
+                try:
+                    yield scaled
+                finally:
+                    if watch is not None:
+                        watch.end()
+                if watch is not None:
+                    watch.check()
+                    for guard in guards:
+                        guard.backward_seen = guard.backward_seen or watch.backward_seen
+        finally:
+            self.casts.cache.clear()
 
     def watch_pass(self, loss: Tensor, scaled: Tensor, scale: Scale, guards: Sequence[StepGuard]) -> BackwardWatch:
         """Return what sees the backward passes of a scaled loss; see `BackwardWatch`."""
-        return BackwardWatch(loss, scaled, scale, guards, self._params_of_others, self._left_scaled)
+        return BackwardWatch(loss, scaled, scale, guards, self._params_of_others, self.left_scaled)
 
     def _params_of_others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
         """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.

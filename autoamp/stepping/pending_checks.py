@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from autoamp.scaling import (
     unscale_,
 )
 from autoamp.stepping.attach import stepped_params
-from autoamp.stepping.checked_grads import CheckedGrads
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.overflow_checks import OverflowCheck, read_checks, resolve, resolve_on_device
+from autoamp.stepping.overflow_checks import CheckedGrads, OverflowCheck, read_checks, resolve, resolve_on_device
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, Step, StepOwner
 
@@ -76,11 +75,6 @@ class ScaledGrads:
         if self.masters is not None:
             self.masters.collect(new_pass=new_pass)
 
-    def before_backward(self) -> None:
-        """Get the gradients that are there ready for a backward pass; see `MasterWeights.before_backward`."""
-        if self.masters is not None:
-            self.masters.before_backward()
-
 
 class PendingChecks:
     """The checks on an optimizer's gradients since its last step, and what other ranks say of them.
@@ -96,6 +90,9 @@ class PendingChecks:
         checks: The checks, in order.
         last: The scaler and scale of the last block or pass.
         resolved: The checks that were resolved last; none where there were none.
+        checked: The gradients that have no inf or nan but what a pending check tells of.
+        agreed: Whether ranks agreed on all that was found since the step. Begun anew at each step: ranks without a
+            block or pass until the next one have to hear of those that have one.
     """
 
     def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner]) -> None:
@@ -104,17 +101,16 @@ class PendingChecks:
         self.checks: list[OverflowCheck] = []
         self.last: tuple[LossScaler, Scale] | None = None
         self.resolved: Sequence[OverflowCheck] = ()
+        self.checked = CheckedGrads()
+        self.agreed = False
         self._skips = skips
         self._grads = grads
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
-        self._checked = CheckedGrads()
         # Flags of what the program had written to gradients before a block of several optimizers.
         self._before_block: Sequence[Tensor] = ()
         self._groups = SyncGroups()
-        # Whether ranks agreed on all that was found since the step.
-        self._agreed = False
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -140,23 +136,15 @@ class PendingChecks:
         """Take note of a check on the gradients as they are now."""
         if check is not None:
             self.checks.append(check)
-            self.last, self._agreed = (check.scaler, check.scale), False
+            self.last, self.agreed = (check.scaler, check.scale), False
 
     def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
         """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
         self._unscaled = self._grads.params()
         # All of them, anew: nothing stays of parameters that the optimizer steps no more.
-        self._checked = CheckedGrads()
-        self._checked.note(self._unscaled)
-        self.last, self._agreed = (scaler, scale), False
-
-    def note_checked(self, params: Iterable[Tensor]) -> None:
-        """Take note that these gradients have no inf or nan but what a pending check tells of."""
-        self._checked.note(params)
-
-    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of these parameters whose gradients were never checked, or were written to since."""
-        return self._checked.unchecked(params)
+        self.checked = CheckedGrads()
+        self.checked.note(self._unscaled)
+        self.last, self.agreed = (scaler, scale), False
 
     @property
     def has_added_params(self) -> bool:
@@ -177,7 +165,7 @@ class PendingChecks:
         added = [p for p in params if p.grad is not None and id(p) not in known]
         if added:
             self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
-            self._checked.note(added)
+            self.checked.note(added)
 
     def finish_delayed(self) -> None:
         """Unscale and check what ``delay_unscale`` left scaled."""
@@ -187,7 +175,7 @@ class PendingChecks:
             if grads.has_any():
                 params = grads.params()
                 self.note(OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank)))
-                self._checked.note(params)
+                self.checked.note(params)
 
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
@@ -204,7 +192,7 @@ class PendingChecks:
 
         Where ranks agree on a step all of them have to ask.
         """
-        if not self._agreed:
+        if not self.agreed:
             self.recheck()
         read_checks(self.checks)
         return any(check.overflowed for check in self.checks) if self.checks else None
@@ -224,7 +212,8 @@ class PendingChecks:
         self.resolved, self.checks = self.checks, []
         blamed = resolve(self.resolved)
         if blamed is not None:
-            self._forget_checked()
+            # Inf and nan are in them from now on, and no pending check tells.
+            self.checked = CheckedGrads()
         return blamed
 
     def resolve_dropped_grads(self) -> None:
@@ -250,18 +239,10 @@ class PendingChecks:
         if flag is not None:
             self.resolved, self.checks = self.checks, []
             step.unread = scaler.unread
-            self._forget_checked()
+            self.checked = CheckedGrads()
         return flag
 
-    def _forget_checked(self) -> None:
-        """Forget which gradients were checked: after a skip inf and nan are in them, and no pending check tells."""
-        self._checked = CheckedGrads()
-
     # -- several ranks --
-
-    def step_ended(self) -> None:
-        """Begin anew: ranks without a block or pass until the next step have to hear of those that have one."""
-        self._agreed = False
 
     def recheck(self, *, makes_gradients: bool = False, last_step: Step | None = None) -> None:
         """Check those gradients that a step would use and that nobody checked as they are now.
@@ -278,7 +259,7 @@ class PendingChecks:
         params = self._grads.params()
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
-            found = self._look(params if (last_step or self._skips.step).skipped else self._checked.unchecked(params))
+            found = self._look(params if (last_step or self._skips.step).skipped else self.checked.unchecked(params))
             if found:
                 check = OverflowCheck(*self.last, found)
                 check.reported.told = True
@@ -289,7 +270,7 @@ class PendingChecks:
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
         elif self.checks:
-            found = self._look(params if several_processes() else self._checked.unchecked(params))
+            found = self._look(params if several_processes() else self.checked.unchecked(params))
             if found:
                 last = self.checks[-1]
                 self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
@@ -297,13 +278,13 @@ class PendingChecks:
     def look_before_block(self) -> None:
         """Look at those gradients that nobody checked as they are before a block adds to them."""
         delayed = self._grads.delayed is not None
-        self._before_block = () if delayed else self._look(self._checked.unchecked(self._grads.params()))
+        self._before_block = () if delayed else self._look(self.checked.unchecked(self._grads.params()))
 
     def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
         flag = None if self.last is None else self.last[0].unread.blank
         found = unscale_(params, 1.0, flag)
-        self._checked.note(params)
+        self.checked.note(params)
         return found
 
     def agree(
@@ -317,11 +298,11 @@ class PendingChecks:
         for check in own:
             found[_place_of(check.scaler, scalers)] += check.flags
         # A reduction by the program itself may have come since the block looked at them.
-        now = self._look(self._checked.unchecked(params) if self._agreed else params)
+        now = self._look(self.checked.unchecked(params) if self.agreed else params)
         reduction = FoundInfReduction.from_checks(
             group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
         )
-        self._agreed = True
+        self.agreed = True
         for check in own:
             check.overflowed = None
             check.agree(reduction.of_scaler(_place_of(check.scaler, scalers)))
@@ -349,7 +330,7 @@ class PendingChecks:
         params = self._grads.params()
         clip_(params, norm, max_norm)
         if math.isfinite(max_norm):
-            self._checked.note(params)
+            self.checked.note(params)
 
 
 def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:

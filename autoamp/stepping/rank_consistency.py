@@ -22,7 +22,7 @@ from torch import Tensor
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded
 from autoamp.stepping.links import master_of
-from autoamp.stepping.replicas import WRAPPERS, kept_equal, several_processes
+from autoamp.stepping.replicas import kept_equal, living_wrappers, several_processes
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
@@ -41,7 +41,7 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
             mesh: Any = param
             found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
     wanted = set(map(id, params))
-    for wrapper in WRAPPERS:
+    for wrapper in living_wrappers():
         kept = kept_equal(wrapper)
         if not wanted.isdisjoint(map(id, [*kept, *map(master_of, kept)])):
             found[tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))] = None
@@ -100,10 +100,14 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     for place in places:
         store.set(f"{place}/{own}", entry)
     verdicts = {place: _verdict(store, place, ranks) for place, ranks in places.items() if own == min(ranks)}
-    for place, verdict in verdicts.items():
-        store.set(f"{place}/verdict", verdict)
+    for place, told in verdicts.items():
+        store.set(f"{place}/verdict", told)
     for place, ranks in places.items():
-        verdict = verdicts[place] if place in verdicts else _verdict_of_root(store, place, min(ranks))
+        root, verdict = min(ranks), verdicts.get(place)
+        if verdict is None:
+            # The first rank says within its own patience who is missing.
+            is_there = _awaited(store, [f"{place}/verdict"], [root], factor=1.25)
+            verdict = store.get(f"{place}/verdict").decode() if is_there else _no_answer([root], own)
         if verdict:
             raise UsageError(verdict)
 
@@ -112,13 +116,6 @@ def _place(ranks: Sequence[int]) -> str:
     # Torchrun may keep a store when it starts processes anew.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{_PREFIX}/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
-
-
-def _verdict_of_root(store: Any, place: str, root: int) -> str:
-    """Return the verdict of the first rank, which says within its own patience who is missing."""
-    if not _awaited(store, [f"{place}/verdict"], [root], factor=1.25):
-        return _no_answer([root], dist.get_rank())
-    return str(store.get(f"{place}/verdict").decode())
 
 
 def _store() -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -64,54 +62,24 @@ def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
             work.wait()
 
 
-class Wrappers:
-    """Every DistributedDataParallel of the process, now and to come, for as long as somebody watches.
-
-    Attributes:
-        seen: How many there were so far. Whoever remembers the number knows when to ask again.
-    """
-
-    def __init__(self) -> None:
-        # In the order in which they were made.
-        self._known: weakref.WeakKeyDictionary[DistributedDataParallel, None] = weakref.WeakKeyDictionary()
-        self._watchers = 0
-        self._hook: ExitStack | None = None
-        self.seen = 0
-
-    def watch(self, watcher: object) -> weakref.finalize[..., Any]:
-        """Look out for wrappers until ``watcher`` is gone, or what is returned was called."""
-        if self._hook is None:
-            self._hook = listen(module_registered=self._registered)
-            for wrapper in _wrappers_there() if _AVAILABLE and dist.is_initialized() else ():
-                self._note(wrapper)
-        self._watchers += 1
-        return weakref.finalize(watcher, self._leave)
-
-    def __iter__(self) -> Iterator[DistributedDataParallel]:
-        """Go through those that live. Where nobody watches this takes tens of milliseconds."""
-        return iter(_wrappers_there() if self._hook is None else list(self._known))
-
-    def _registered(self, parent: Module, name: str, child: Module | None) -> None:
-        if name == "module" and isinstance(parent, DistributedDataParallel):
-            self._note(parent)
-
-    def _note(self, wrapper: DistributedDataParallel) -> None:
-        if wrapper not in self._known:
-            self._known[wrapper] = None
-            self.seen += 1
-
-    def _leave(self) -> None:
-        self._watchers -= 1
-        if not self._watchers and self._hook is not None:
-            self._hook.close()
-            self._hook = None
-            self._known.clear()
-
-
-def _wrappers_there() -> list[DistributedDataParallel]:
+def living_wrappers() -> list[DistributedDataParallel]:
+    """Return every DistributedDataParallel of the process. Takes tens of milliseconds in a process group."""
+    objects = gc.get_objects() if _AVAILABLE and dist.is_initialized() else ()
     # By type: a proxy may answer for what it stands for.
-    return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return [found for found in objects if issubclass(type(found), DistributedDataParallel)]
 
 
-# Those of the process, for all that have to know of them.
-WRAPPERS = Wrappers()
+def watch_wrappers(
+    watcher: object,
+) -> tuple[list[weakref.ref[DistributedDataParallel]], weakref.finalize[..., Any]]:
+    """Return references to every DistributedDataParallel of the process, a list that grows as others are made.
+
+    It grows until ``watcher`` is gone, or what is returned with it was called.
+    """
+    found = list(map(weakref.ref, living_wrappers()))
+
+    def registered(parent: Module, name: str, child: Module | None) -> None:
+        if name == "module" and isinstance(parent, DistributedDataParallel):
+            found.append(weakref.ref(parent))
+
+    return found, weakref.finalize(watcher, listen(module_registered=registered).close)

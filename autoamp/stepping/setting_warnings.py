@@ -1,7 +1,8 @@
-"""Warnings of settings with which training would go on and silently go wrong."""
+"""Warnings of settings with which training would go on and silently go wrong, and of losses that nobody scales."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,14 +14,8 @@ from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS
 
-
-def smallest_positive(dtype: torch.dtype) -> float:
-    """Return the smallest number above 0 that ``dtype`` holds, subnormal ones included.
-
-    2**(emin - precision): 2**-24 in fp16 and 2**-133 in bf16, by IEEE 754 and its bfloat16 variant.
-    """
-    info = torch.finfo(dtype)
-    return float(info.smallest_normal * info.eps)
+# Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
+_STEPS = frozenset({1, 10, 100, 1000})
 
 
 def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
@@ -47,9 +42,12 @@ def check_optimizer(optimizer: Any) -> None:
         eps = group.get("eps")
         for dtype in HALF_DTYPES if isinstance(eps, float) and eps > 0 else ():
             if any(param.dtype is dtype for param in group["params"]) and not torch.tensor(eps, dtype=dtype):
+                info = torch.finfo(dtype)
+                # Subnormal numbers included: 2**-24 in fp16 and 2**-133 in bf16.
+                smallest = info.smallest_normal * info.eps
                 warn_user(
                     f"{type(optimizer).__name__}.param_groups[{index}]: eps={eps:g} is 0 in {dtype}, so a division by "
-                    f"it gives inf; the smallest that survives is {smallest_positive(dtype):.3g}. Set eps to that or "
+                    f"it gives inf; the smallest that survives is {smallest:.3g}. Set eps to that or "
                     "more, or step fp32 master weights (opt_level='O2')"
                 )
 
@@ -85,3 +83,41 @@ def check_half_model(models: Iterable[Module], level: str, *, masters: bool) -> 
                     "or .bfloat16()"
                 )
                 return
+
+
+class UnderflowWatch:
+    """Warns once of fp16 gradients that vanish, as nobody scales the loss. For optimizers without a loss scale."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._said = False
+
+    def look(self, optimizer: Any, params: Iterable[Tensor]) -> None:
+        """Look at the gradients that an optimizer is about to step by, at some of its steps."""
+        if self._said:
+            return
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if step not in _STEPS:
+            return
+        found = _share_that_vanishes(params)
+        if found is not None:
+            self._said = True
+            name = type(optimizer).__name__
+            warn_user(
+                f"{found:.0%} of {name}'s gradients underflow in fp16 (0, or below "
+                f"{torch.finfo(torch.float16).tiny:.2g}), and the loss is not scaled. Scale it with "
+                "`with handle.scale_loss(loss, optimizer) as scaled_loss`, call handle.auto_scale(), or use bf16"
+            )
+
+
+def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
+    """Return the part of all gradients that fp16 does not hold in full, where it is most of those that are not 0."""
+    least = torch.finfo(torch.float16).tiny
+    grads = [param.grad for param in params if param.grad is not None]
+    dense = [grad.detach() for grad in grads if grad.layout is torch.strided and grad.is_floating_point()]
+    if not dense:
+        return None
+    held = torch.stack([(~(grad.abs() < least)).sum().cpu() for grad in dense]).sum().item()
+    some = torch.stack([(grad != 0).sum().cpu() for grad in dense]).sum().item()
+    every = sum(grad.numel() for grad in dense)
+    return None if held * 2 >= some > 0 or not every else 1 - held / every

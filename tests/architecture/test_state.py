@@ -28,7 +28,6 @@ STATE = {
     "scaling/sync.py _made": "a process group is a collective to make, and lives as long as the process",
     "stepping/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
     "stepping/links.py _links": "a half parameter outlives the handle that gave it a master",
-    "stepping/replicas.py WRAPPERS": "DistributedDataParallel calls nobody when one is made, with or without a handle",
     "torch_private.py ASKED": "filled while the module is imported, and read by the tests",
     "torch_private.py MISSING": "as ASKED",
     "torch_private.py mkldnn": "stands for a module of torch; it has no state",

@@ -12,7 +12,7 @@ from torch import nn
 
 import autoamp
 from autoamp.checkpoints import DistributedState
-from autoamp.checkpoints.optimizer_state import load_optimizers, optimizers_state
+from autoamp.checkpoints.distributed_state import load_optimizers, optimizers_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

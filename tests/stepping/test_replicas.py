@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
-from autoamp.stepping.replicas import Sync, Wrappers, kept_equal, next_sync
+from autoamp.stepping.replicas import Sync, kept_equal, living_wrappers, next_sync, watch_wrappers
 
 
 @pytest.fixture(autouse=True)
@@ -29,18 +29,13 @@ def hooks() -> int:
 
 def test_wrappers_made_before_and_after_are_seen(collected: Any) -> None:
     earlier = DistributedDataParallel(nn.Linear(2, 2))
-    wrappers, watcher = Wrappers(), Watcher()
-    before = hooks()
-    wrappers.watch(watcher)
+    watcher, before = Watcher(), hooks()
+    found, _ = watch_wrappers(watcher)
     later = DistributedDataParallel(nn.Linear(2, 2))
-    assert set(wrappers) == {earlier, later}
-    assert wrappers.seen == 2
-    assert hooks() == before + 1
     nn.Sequential(later)
-    assert wrappers.seen == 2
-    del later
-    collected()
-    assert list(wrappers) == [earlier]
+    assert [reference() for reference in found] == [earlier, later]
+    assert set(living_wrappers()) == {earlier, later}
+    assert hooks() == before + 1
     del watcher
     assert hooks() == before
 

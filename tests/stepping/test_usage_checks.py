@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import autoamp
-from autoamp.stepping.usage_checks import UnderflowWatch
+from autoamp.stepping.setting_warnings import UnderflowWatch
 
 
 @pytest.mark.parametrize(
