@@ -162,7 +162,7 @@ def initialize(
     # Every argument was checked: from here on what was set up before for these models is undone.
     runtime = set_up(setup, model_list, optimizer_list)
     if asked is not None:
-        runtime.optimizers.asked.put(asked, optimizer_list or None)
+        runtime.optimizers.sync_over(asked, optimizer_list or None)
     _warn_of_settings(level, model_list, keep_batchnorm_fp32)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)

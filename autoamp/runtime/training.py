@@ -265,7 +265,7 @@ class TrainingHandle:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
         named = None if optimizers is None else as_list(optimizers)
-        self._runtime.optimizers.asked.put(RequestedGroup.from_arguments(group, replicas), named)
+        self._runtime.optimizers.sync_over(RequestedGroup.from_arguments(group, replicas), named)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer its own ``scale_loss(loss)``, with a scaler for each of ``num_loss`` losses.

@@ -12,8 +12,16 @@ from autoamp.scaling.gradients import (
     widened,
 )
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
-from autoamp.scaling.shards import is_flat, is_sharded, local_of, reduce_partial
-from autoamp.scaling.sync import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
+from autoamp.scaling.shards import is_flat, is_sharded, local_of, meshes_of, reduce_partial
+from autoamp.scaling.sync import (
+    FoundInfReduction,
+    RequestedGroup,
+    SyncGroup,
+    clip_,
+    powered_norm,
+    reduce_found_inf,
+    sync_group,
+)
 from autoamp.scaling.unread_flags import Scale, UnreadFlags, is_same_scale, scale_ratio, scaled_loss
 
 __all__ = [
@@ -24,7 +32,6 @@ __all__ = [
     "Scale",
     "StaticLossScaler",
     "SyncGroup",
-    "SyncGroups",
     "UnreadFlags",
     "clip_",
     "found_any",
@@ -34,12 +41,15 @@ __all__ = [
     "is_sharded",
     "local_of",
     "make_scaler",
+    "meshes_of",
     "non_finite",
     "powered_norm",
+    "reduce_found_inf",
     "reduce_partial",
     "scale_",
     "scale_ratio",
     "scaled_loss",
+    "sync_group",
     "total_norm",
     "true_gradient",
     "unscale_",

@@ -12,6 +12,7 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -115,7 +116,10 @@ def true_gradient(
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
     if is_sharded(gradient):
-        return _true_shard(gradient, inv_scale, factor, found)
+        # This rank's part. Inf and nan stay.
+        result = gradient * inv_scale
+        unscale_and_check_([local_of(result).clone()], found, torch.ones_like(factor))
+        return result
     if gradient.layout is torch.sparse_coo and gradient.dtype is torch.float16:
         # A sum of finite halves may be inf.
         gradient = gradient.coalesce()
@@ -132,13 +136,6 @@ def true_gradient(
     if clean:
         # The flag has shape (1,). A gradient without dimensions needs one without.
         values.masked_fill_(found.reshape(()) != 0, 0.0)
-    return result
-
-
-def _true_shard(gradient: torch.Tensor, inv_scale: float, factor: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Do what `true_gradient` does with this rank's part of a DTensor. Inf and nan stay."""
-    result = gradient * inv_scale
-    unscale_and_check_([local_of(result).clone()], found, torch.ones_like(factor))
     return result
 
 
@@ -192,13 +189,8 @@ def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3
     This is for error messages: it waits for the device once for each tensor, and stops as soon as it has enough. Of a
     DTensor this rank's part is looked at.
     """
-    names: list[_Name] = []
-    for name, grad in named_grads:
-        if len(names) >= limit:
-            break
-        if not bool(torch.isfinite(_values(local_of(grad))).all()):
-            names.append(name)
-    return names
+    found = (name for name, grad in named_grads if not bool(torch.isfinite(_values(local_of(grad))).all()))
+    return list(itertools.islice(found, limit))
 
 
 @torch.no_grad()

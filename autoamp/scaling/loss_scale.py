@@ -307,7 +307,13 @@ class DynamicLossScaler(LossScaler):
         """Move the scale and the growth tracker on by one step, in place and on whatever device they lie."""
         settings = self.growth_factor, self.backoff_factor, self.growth_interval
         update_scale_(scale, growth_tracker, found_inf, *settings)
-        if self._may_leave_limits():
+        # Whether this update, or one that the host has yet to make, may bring the scale to a limit. By logarithms, as a
+        # power may overflow. The tolerance is for their rounding: it costs a clamp at most.
+        updates = len(self.unread) + 1
+        growths = (self._unskipped + updates) // self.growth_interval
+        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
+        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
+        if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
             scale.clamp_(self.min_loss_scale, self.max_loss_scale)
 
     def _leave_device(self) -> None:
@@ -340,15 +346,6 @@ class DynamicLossScaler(LossScaler):
         limited = min(max(scale, self.min_loss_scale), self.max_loss_scale)
         # As the rule has it, in fp32.
         return ctypes.c_float(limited).value
-
-    def _may_leave_limits(self) -> bool:
-        """Whether the next update, here or on the device, may bring the scale to a limit."""
-        updates = len(self.unread) + 1
-        growths = (self._unskipped + updates) // self.growth_interval
-        # By logarithms, as a power may overflow. The tolerance is for their rounding: it costs a clamp at most.
-        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
-        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
-        return highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_on_host": None, "_on_device": None}

@@ -35,15 +35,9 @@ def local_of(tensor: Tensor) -> Tensor:
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
-        return _local_part(tensor)
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    local: Any = tensor.to_local()  # type: ignore[attr-defined]
-    # A collective may still be at work on it.
-    wait = getattr(local, "wait", None)
-    found: Tensor = local if wait is None else wait()
-    return found
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        # A collective may still be at work on it.
+        return local.wait() if hasattr(local, "wait") else local
 
 
 def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:

@@ -18,11 +18,7 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 from autoamp.scaling.gradients import grouped_by_kind, total_norm
-from autoamp.scaling.shards import copies_in_mesh, is_sharded, local_of, meshes_of
-
-# Places in the vector that is reduced: the norm; whether a rank has checks; whether the loss is inf at any scale; what
-# the gradients are like now; and from there on one for each loss scaler.
-_NORM, _HAS_CHECKS, _NONFINITE_LOSS, _NOW, _FIRST = range(5)
+from autoamp.scaling.shards import copies_in_mesh, is_sharded, local_of
 
 
 @dataclass(frozen=True)
@@ -84,92 +80,58 @@ class SyncGroup:
         return copies_in_mesh(tensor) * max(1, self.replicas // int(mesh.size()))
 
 
-class SyncGroups:
-    """Finds out who agrees on an optimizer's steps, and remembers it: to ask again costs a look at the parameters."""
-
-    def __init__(self) -> None:
-        self._known: tuple[list[Any], RequestedGroup | None, SyncGroup | None] | None = None
-
-    def among(self, params: Sequence[Tensor], asked: RequestedGroup | None) -> SyncGroup | None:
-        """Return who agrees on the steps of these parameters; None where nobody has to be asked.
-
-        The first time it may be a collective of those who do: a process group is made where none spans them.
-
-        Raises:
-            UsageError: The group that was asked for and the parameters' meshes do not lie within one another.
-        """
-        meshes = meshes_of(params)
-        if self._known is None or self._known[:2] != (meshes, asked):
-            self._known = meshes, asked, _group_for(params, meshes, asked)
-        return self._known[2]
-
-
 @dataclass(frozen=True)
 class FoundInfReduction:
-    """What all ranks found since the last step.
+    """What all ranks found since the last step. To read a flag is to wait for the device.
 
     Attributes:
-        vector: What was reduced.
+        norm: The sum of what the ranks gave as norms, or the largest, without dimensions.
+        has_checks: Whether a block or pass of any rank was checked.
+        loss_is_nonfinite: Whether the loss of any rank is inf or nan at any scale.
+        now: What all ranks found in their gradients as they are now, and in any check: a flag of shape ``[1]``, not 0
+            where one of them found inf or nan.
+        of_scalers: Such a flag of each loss scaler.
     """
 
-    vector: Tensor
+    norm: Tensor
+    has_checks: Tensor
+    loss_is_nonfinite: Tensor
+    now: Tensor
+    of_scalers: Sequence[Tensor]
 
-    @classmethod
-    def from_checks(
-        cls,
-        group: SyncGroup,
-        found: Sequence[Sequence[Tensor]],
-        now: Sequence[Tensor],
-        *,
-        has_checks: bool,
-        loss_is_nonfinite: bool = False,
-        norm: Tensor | None = None,
-        largest: bool = False,
-    ) -> FoundInfReduction:
-        """Share what one rank found with all: one all-reduce, of which each of them must be part.
 
-        Args:
-            group: The ranks.
-            found: For each loss scaler the flags of its checks, not 0 for inf or nan. As many on all ranks.
-            now: Flags of the gradients as they are now.
-            has_checks: Whether a block or pass of this rank was checked.
-            loss_is_nonfinite: Whether the loss is inf or nan at any scale.
-            norm: The p-th power of the norm of this rank's part of the gradients; the norm itself for ``largest``.
-            largest: Take the largest of the norms, not their sum.
-        """
-        device = group.device
-        flags = [_any(one, device) for one in found]
-        # Every rank hears of everything here too, should their blocks not match.
-        every = _any([*now, *flags], device)
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        head = torch.tensor((0.0, float(has_checks), float(loss_is_nonfinite)), device=device)
-        vector = torch.cat([head, every, *flags]).to(dtype)
-        if norm is not None:
-            vector[_NORM] = norm.to(device)
-        dist.all_reduce(vector, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group.group)
-        return cls(vector)
+def reduce_found_inf(
+    group: SyncGroup,
+    found: Sequence[Sequence[Tensor]],
+    now: Sequence[Tensor],
+    *,
+    has_checks: bool,
+    loss_is_nonfinite: bool = False,
+    norm: Tensor | None = None,
+    largest: bool = False,
+) -> FoundInfReduction:
+    """Share what one rank found with all: one all-reduce, of which each of them must be part.
 
-    def of_scaler(self, place: int) -> Tensor:
-        """Return what all ranks found for one scaler: not 0, of shape ``[1]``, where one of them found inf or nan."""
-        return self.vector[_FIRST + place : _FIRST + place + 1]
-
-    @property
-    def now(self) -> Tensor:
-        """What all ranks found in their gradients as they are now, and in any check; as `of_scaler`."""
-        return self.vector[_NOW : _NOW + 1]
-
-    @property
-    def norm(self) -> Tensor:
-        """The sum of what the ranks gave as norms, or the largest, without dimensions."""
-        return self.vector[_NORM]
-
-    def has_checks(self) -> bool:
-        """Whether a block or pass of any rank was checked. Waits for the device."""
-        return bool(self.vector[_HAS_CHECKS])
-
-    def loss_is_nonfinite(self) -> bool:
-        """Whether the loss of any rank is inf or nan at any scale. Waits for the device."""
-        return bool(self.vector[_NONFINITE_LOSS])
+    Args:
+        group: The ranks.
+        found: For each loss scaler the flags of its checks, not 0 for inf or nan. As many on all ranks.
+        now: Flags of the gradients as they are now.
+        has_checks: Whether a block or pass of this rank was checked.
+        loss_is_nonfinite: Whether the loss is inf or nan at any scale.
+        norm: The p-th power of the norm of this rank's part of the gradients; the norm itself for ``largest``.
+        largest: Take the largest of the norms, not their sum.
+    """
+    device = group.device
+    flags = [_any(one, device) for one in found]
+    # Every rank hears of everything here too, should their blocks not match.
+    every = _any([*now, *flags], device)
+    head = torch.tensor((0.0, float(has_checks), float(loss_is_nonfinite)), device=device)
+    vector = torch.cat([head, every, *flags]).to(torch.float64 if device.type == "cpu" else torch.float32)
+    if norm is not None:
+        vector[0] = norm.to(device)
+    dist.all_reduce(vector, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group.group)
+    reduced_now, *of_scalers = vector[3:].split(1)
+    return FoundInfReduction(vector[0], vector[1], vector[2], reduced_now, of_scalers)
 
 
 def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -179,7 +141,19 @@ def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     return moved[0] if len(moved) == 1 else torch.cat(moved).amax().view(1)
 
 
-def _group_for(params: Sequence[Tensor], meshes: Sequence[Any], asked: RequestedGroup | None) -> SyncGroup | None:
+def sync_group(params: Sequence[Tensor], meshes: Sequence[Any], asked: RequestedGroup | None) -> SyncGroup | None:
+    """Return who agrees on the steps of parameters; None where nobody has to be asked.
+
+    It may be a collective of those who do: a process group is made where none spans them.
+
+    Args:
+        params: The parameters.
+        meshes: Those of the DTensors among them, by `meshes_of`.
+        asked: The group that the program asked for.
+
+    Raises:
+        UsageError: That group and the parameters' meshes do not lie within one another.
+    """
     own = dist.get_rank() if meshes else None
     spans = {mesh: frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}
     spans = {mesh: span for mesh, span in spans.items() if own in span and len(span) > 1}

@@ -22,8 +22,7 @@ from autoamp.stepping.links import (
 )
 from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizer_steps import OptimizerSteps
-from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, scaled_params, wrap_optimizer
+from autoamp.stepping.optimizers import GuardedOptimizers, OptimizerSteps, clip_grad_norm_, wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.rank_consistency import announce_disabled, announce_enabled
 from autoamp.stepping.replicas import several_processes
@@ -60,7 +59,6 @@ __all__ = [
     "refuse_unguardable",
     "release_master",
     "scaled_block",
-    "scaled_params",
     "several_processes",
     "stepped_params",
     "wrap_optimizer",

@@ -23,8 +23,7 @@ from autoamp.program import Subscriber
 from autoamp.scaling import LossScaler, Scale, non_finite
 from autoamp.stepping.attach import AttachedMethod, named_params, takes_flag
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.overflow_checks import OverflowCheck
-from autoamp.stepping.pending_checks import PendingChecks, ScaledGrads
+from autoamp.stepping.overflow_checks import OverflowCheck, PendingChecks, ScaledGrads
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, StepOwner
 from autoamp.stepping.undo import GradsCopy, StepCopy, forget_state, state_size
@@ -366,7 +365,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         checks.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)
         if (group := checks.group) is not None:
-            loss_is_nonfinite = checks.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite()
+            loss_is_nonfinite = bool(checks.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite)
         else:
             checks.recheck(makes_gradients=True)
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.

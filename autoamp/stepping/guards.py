@@ -16,10 +16,10 @@ from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.setting_warnings import check_optimizer
-from autoamp.stepping.skips import StepCounts
+from autoamp.stepping.skips import StepCounts, StepOwner
 
 
-class Guards:
+class Guards(StepOwner):
     """Guards of optimizers, each made when it is first asked for, and kept as long as its optimizer lives.
 
     Args:
@@ -38,9 +38,6 @@ class Guards:
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.running: set[int] = set()
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
-
-    def _new_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        raise NotImplementedError
 
     @property
     def guards(self) -> list[StepGuard]:
@@ -87,7 +84,7 @@ class Guards:
         return guard
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        guard = self._new_guard(optimizer, masters)
+        guard = StepGuard(optimizer, lambda: self, masters=masters)
         if id(optimizer) in self.running:
             raise UsageError(
                 f"The first scale_loss of {guard.name} came while its step() runs; pass what evaluates the loss as "

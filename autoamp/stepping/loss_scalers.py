@@ -13,7 +13,6 @@ from typing import Any
 
 from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.scaling import DynamicLossScaler, LossScaler, is_count
-from autoamp.stepping.skips import Skips
 
 
 class LossScalers:
@@ -33,7 +32,7 @@ class LossScalers:
         self._current: list[LossScaler] | None = None
         # By which losses were scaled since the last call.
         self._since_initialize: set[LossScaler] = set()
-        self._own: weakref.WeakKeyDictionary[Any, WrappedOptimizerScalers] = weakref.WeakKeyDictionary()
+        self._own: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
 
     @property
     def latest(self) -> list[LossScaler]:
@@ -80,7 +79,7 @@ class LossScalers:
         """Forget all scalers but these, and the optimizers' own."""
         # Nobody asks a scaler that is forgotten about the steps that it has yet to hear of.
         self.catch_up()
-        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._own.values() for s in own.scalers))}
+        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._own.values() for s in own))}
         self.all = [scaler for scaler in self.all if id(scaler) in wanted]
 
     def catch_up(self) -> None:
@@ -90,24 +89,21 @@ class LossScalers:
 
     # -- optimizers with scalers of their own --
 
-    def give_own(self, optimizer: Any, scalers: Sequence[LossScaler], skips: Skips) -> WrappedOptimizerScalers:
-        """Give an optimizer scalers of its own, in place of those that it had.
+    def give_own(self, optimizer: Any, scalers: Sequence[LossScaler]) -> list[LossScaler]:
+        """Give an optimizer scalers of its own, in place of those that it had, and return them.
 
         Args:
             optimizer: Referred to weakly.
             scalers: One for each loss of a step. A scaler that serves another loss already is copied. When the first
                 optimizer gets its own, all scalers that were there are forgotten.
-            skips: Counts the optimizer's steps.
         """
-        before = self._own.get(optimizer)
-        others = [scaler for scaler in self.all if before is None or scaler not in before.scalers]
-        taken = others if self._own else []
-        distinct: list[LossScaler] = []
+        before = self._own.get(optimizer, ())
+        taken = [scaler for scaler in self.all if scaler not in before] if self._own else []
+        own: list[LossScaler] = []
         for scaler in scalers:
             # No loss may move the scale of another.
-            distinct.append(copy.copy(scaler) if scaler in (*taken, *distinct) else scaler)
-        own = WrappedOptimizerScalers(distinct, skips)
-        self.all = [*taken, *own.scalers]
+            own.append(copy.copy(scaler) if scaler in (*taken, *own) else scaler)
+        self.all = [*taken, *own]
         self._own[optimizer] = own
         return own
 
@@ -177,33 +173,6 @@ class LossScalers:
         for name, scaler in zip(names, scalers, strict=True):
             scaler.load_state_dict(state[name])
         return int(skipped)
-
-
-class WrappedOptimizerScalers:
-    """The scalers of one optimizer: the first loss of a step takes the first, and so on.
-
-    Args:
-        scalers: One for each loss of a step.
-        skips: Counts the optimizer's steps.
-
-    Attributes:
-        scalers: As given.
-    """
-
-    def __init__(self, scalers: Sequence[LossScaler], skips: Skips) -> None:
-        self.scalers = scalers
-        self._skips = skips
-        self._steps = skips.steps
-        self._calls = 0
-
-    def next(self) -> LossScaler:
-        """Return the scaler of the next loss; after the last one it is the first one's turn again."""
-        steps = self._skips.steps
-        if self._steps != steps:
-            self._steps, self._calls = steps, 0
-        scaler = self.scalers[self._calls % len(self.scalers)]
-        self._calls += 1
-        return scaler
 
 
 def as_list(values: Any) -> list[Any]:

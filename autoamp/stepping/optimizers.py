@@ -1,8 +1,10 @@
-"""The optimizers of a handle: what their guards ask and tell, and blocks of their losses."""
+"""The optimizers of a handle: what their guards ask and tell, blocks of their losses, and steps that no guard met."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autoamp.casting import CastState
-from autoamp.errors import UsageError, kind_of
+from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.program import Program, Subscriber
 from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, scaled_loss, total_norm
 from autoamp.stepping.attach import ScalesItself, guard_before, living_optimizers_and_modules, stepped_params
@@ -19,15 +21,14 @@ from autoamp.stepping.block import scaled_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.guards import Guards, steps_any_of
 from autoamp.stepping.loss_scalers import as_list
-from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.setting_warnings import UnderflowWatch
-from autoamp.stepping.skips import Step, StepOwner
+from autoamp.stepping.skips import Step
 
 
-class GuardedOptimizers(Guards, StepOwner):
+class GuardedOptimizers(Guards):
     """Guards optimizers as scaled losses come by. It is the owner of their guards.
 
     Args:
@@ -36,7 +37,6 @@ class GuardedOptimizers(Guards, StepOwner):
 
     Attributes:
         casts: As given; replaced at another call of `initialize`.
-        asked: The process groups over which the program wants steps to be agreed on.
         left_scaled: The parameters whose gradients a block left scaled.
         facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target;
             None for optimizers of no handle.
@@ -47,7 +47,8 @@ class GuardedOptimizers(Guards, StepOwner):
     def __init__(self, casts: CastState, scalers: Sequence[LossScaler]) -> None:
         super().__init__(scalers)
         self.casts = casts
-        self.asked = RequestedGroups()
+        self._asked_for_all: RequestedGroup | None = None
+        self._asked: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.program = Program()
         self._vanishing = UnderflowWatch()
@@ -127,10 +128,14 @@ class GuardedOptimizers(Guards, StepOwner):
 
     def requested_group(self, optimizer: Any) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
-        return self.asked.get(optimizer)
+        return self._asked.get(optimizer, self._asked_for_all)
 
-    def _new_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        return StepGuard(optimizer, lambda: self, masters=masters)
+    def sync_over(self, asked: RequestedGroup, optimizers: Iterable[Any] | None) -> None:
+        """Let the ranks of a process group agree on each step of these optimizers from now on; None for all."""
+        if optimizers is None:
+            self._asked_for_all = asked
+        else:
+            self._asked.update((optimizer, asked) for optimizer in optimizers)
 
     # -- losses --
 
@@ -163,15 +168,8 @@ class GuardedOptimizers(Guards, StepOwner):
                 scaled = scaled_loss(loss, scale)
                 watches = scaler.checks and not torch.compiler.is_compiling()
                 watch = self.watch_pass(loss, scaled, scale, guards) if watches else None
-                try:
+                with contextlib.nullcontext() if watch is None else watch:
                     yield scaled
-                finally:
-                    if watch is not None:
-                        watch.end()
-                if watch is not None:
-                    watch.check()
-                    for guard in guards:
-                        guard.backward_seen = guard.backward_seen or watch.backward_seen
         finally:
             self.casts.cache.clear()
 
@@ -246,23 +244,89 @@ class GuardedOptimizers(Guards, StepOwner):
                 self.keep_masters(optimizer)
 
 
-class RequestedGroups:
-    """The process groups over which a program wants the steps of its optimizers to be agreed on."""
+class OptimizerSteps(Subscriber):
+    """Stands around all steps of torch's optimizers while the handle is active, and looks at what clips gradients.
 
-    def __init__(self) -> None:
-        self._for_all: RequestedGroup | None = None
-        self._of: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
+    Args:
+        optimizers: Those of the handle, with their guards.
+    """
 
-    def put(self, asked: RequestedGroup, optimizers: Iterable[Any] | None) -> None:
-        """Let the ranks of a process group agree on each step of these optimizers from now on; None for all."""
-        if optimizers is None:
-            self._for_all = asked
-        else:
-            self._of.update((optimizer, asked) for optimizer in optimizers)
+    def __init__(self, optimizers: GuardedOptimizers) -> None:
+        self._optimizers = optimizers
+        self._active = False
+        self._warned_of_clipping = False
 
-    def get(self, optimizer: Any) -> RequestedGroup | None:
-        """Return the group that was asked for, for an optimizer."""
-        return self._of.get(optimizer, self._for_all)
+    def started(self) -> None:
+        """Stand around steps."""
+        self._active = True
+
+    def stopped(self) -> None:
+        """Let all steps go as without a handle, also by replacements that somebody has kept."""
+        self._active = False
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Give a new optimizer masters, if it gets some."""
+        if self._active:
+            self._optimizers.optimizer_made(optimizer)
+
+    def around_step(self, step: Any) -> Any:
+        """Return a step that the optimizer's guard, if it has one, takes or skips."""
+        compiling = torch.compiler.is_dynamo_compiling
+
+        @functools.wraps(step)
+        def guarded_step(self_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._active or compiling() or id(self_) in self._optimizers.running:
+                return step(self_, *args, **kwargs)
+            return self._step(step, self_, args, kwargs)
+
+        return guarded_step
+
+    def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
+        optimizers = self._optimizers
+        guard, plain_step = optimizers.guard_of(optimizer), None
+        # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
+        if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
+            optimizers.program.tell(Subscriber.unguarded_step, optimizer)
+            guard = optimizers.guard_of(optimizer) or optimizers.guard_around(optimizer)
+            if guard is None and callable(args[0] if args else kwargs.get("closure")):
+                # Now: when the closure scales the first loss, the step has begun already.
+                guard = optimizers.guard(optimizer)
+            plain_step = optimizers.plain_step_begins(optimizer) if guard is None else None
+        if guard is not None and not guard.stepping:
+            return guard.step(functools.partial(original, optimizer), args, kwargs)
+        optimizers.running.add(id(optimizer))
+        try:
+            result = None
+            if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
+                plain_step.skipped_by = "on_nonfinite"
+            else:
+                result = optimizers.casts.local.with_mode(original, False)(optimizer, *args, **kwargs)
+        finally:
+            optimizers.running.discard(id(optimizer))
+        if plain_step is not None:
+            optimizers.step_stats.plain += 1
+            optimizers.program.tell(Subscriber.step_ended, plain_step)
+        optimizers.casts.cache.clear()
+        return result
+
+    def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
+        """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
+        self._optimizers.left_scaled.refuse(f"{function} would clip", params)
+        if self._warned_of_clipping:
+            return
+        clipped = set(map(id, params))
+        for guard in self._optimizers.guards:
+            grads = guard.grads
+            is_scaled = (guard.in_block or grads.delayed is not None) and not is_same_scale(grads.scale, 1.0)
+            if is_scaled and not clipped.isdisjoint(map(id, grads.leaves())):
+                self._warned_of_clipping = True
+                warn_user(
+                    f"{function} was called inside the scale_loss block of {guard.name}, or after one with "
+                    "delay_unscale=True, where gradients are multiplied by the loss scale: it clips nearly everything. "
+                    "Call it after the with block of the last loss, which has no delay_unscale, before optimizer.step()"
+                )
+                return
 
 
 def wrap_optimizer(
@@ -276,12 +340,17 @@ def wrap_optimizer(
         scalers: One for each loss. A scaler that serves another loss already is copied.
         check_active: Raises UsageError where the handle is not active.
     """
-    own = optimizers.loss_scalers.give_own(optimizer, scalers, optimizers.guard(optimizer).skips)
-    reference = weakref.ref(optimizer)
+    skips = optimizers.guard(optimizer).skips
+    own, reference = optimizers.loss_scalers.give_own(optimizer, scalers), weakref.ref(optimizer)
+    step, turns = skips.steps, itertools.cycle(own)
 
     def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
+        nonlocal step, turns
         check_active()
-        return optimizers.scaled(loss, reference(), own.next(), delay_unscale)
+        if step != skips.steps:
+            # The first loss of a step takes the first scaler, and so on.
+            step, turns = skips.steps, itertools.cycle(own)
+        return optimizers.scaled(loss, reference(), next(turns), delay_unscale)
 
     optimizer.scale_loss = scale_loss
     return optimizer
@@ -311,15 +380,3 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
     for guard in guards:
         guard.pending.clip(norm, max_norm)
     return norm
-
-
-def scaled_params(optimizers: GuardedOptimizers) -> dict[str, list[Tensor]]:
-    """Return the parameters whose gradients are scaled now, by the name of their optimizer.
-
-    Those are in a block, or come of blocks with ``delay_unscale=True``.
-    """
-    found: dict[str, list[Tensor]] = {}
-    for guard in optimizers.guards:
-        if (guard.in_block or guard.grads.delayed is not None) and not is_same_scale(guard.grads.scale, 1.0):
-            found[guard.name] = [*found.get(guard.name, ()), *guard.grads.leaves()]
-    return found

@@ -1,15 +1,45 @@
-"""What blocks and backward passes found in the gradients, how the loss scalers hear of it, and what was checked."""
+"""What blocks and backward passes found in the gradients of an optimizer, until its next step.
+
+A block leaves an `OverflowCheck` with the `PendingChecks` of each of its optimizers. A step resolves them: it reads
+their flags, or hands them to the optimizer on its device, and the loss scalers hear of each block once.
+"""
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from autoamp.scaling import LossScaler, Scale, found_any, is_sharded
+from autoamp.program import Subscriber
+from autoamp.scaling import (
+    FoundInfReduction,
+    LossScaler,
+    RequestedGroup,
+    Scale,
+    SyncGroup,
+    clip_,
+    found_any,
+    is_sharded,
+    meshes_of,
+    powered_norm,
+    reduce_found_inf,
+    reduce_partial,
+    sync_group,
+    unscale_,
+)
+from autoamp.stepping.attach import stepped_params
+from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.skips import Skips, Step, StepOwner
 from autoamp.tensors import version_of
+
+# At most so many checks wait for a step. Then they are read, and one that overflowed is left.
+_MAX_PENDING_CHECKS = 64
 
 
 class _Reported:
@@ -163,3 +193,315 @@ class CheckedGrads:
         """Return the parameters whose gradients were not checked, or were written to or replaced since."""
         get = self._marks.get
         return [p for p in params if p.grad is not None and not is_same_gradient(get(id(p)), p.grad)]
+
+
+# -- the checks of one optimizer --
+
+
+class ScaledGrads:
+    """The gradients of one optimizer, and their scale.
+
+    Args:
+        optimizer: Referred to weakly.
+        masters: The masters that it steps in place of half parameters.
+
+    Attributes:
+        masters: As given.
+        scale: The scale of all gradients now: 1.0 outside blocks but for ``delay_unscale``.
+        delayed: The scaler of the block that has left the gradients scaled, if one has.
+    """
+
+    def __init__(self, optimizer: weakref.ref[Any], masters: MasterWeights | None) -> None:
+        self.masters = masters
+        self.scale: Scale = 1.0
+        self._optimizer = optimizer
+        self.delayed: LossScaler | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, None once it is gone."""
+        return self._optimizer()
+
+    def params(self) -> Sequence[Tensor]:
+        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
+        return stepped_params(self._optimizer())
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors whose gradients backward passes make: what the optimizer steps, and half parameters."""
+        halves = [] if self.masters is None else [half for half, _ in self.masters.pairs]
+        return [*halves, *self.params()]
+
+    def has_any(self) -> bool:
+        """Whether any gradient is there."""
+        return any(param.grad is not None for param in self.params())
+
+    def collect(self, *, new_pass: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
+        if self.masters is not None:
+            self.masters.collect(new_pass=new_pass)
+
+
+class PendingChecks:
+    """The checks on an optimizer's gradients since its last step, and what other ranks say of them.
+
+    Args:
+        skips: What is known of the optimizer's steps.
+        grads: Its gradients.
+        owner: Returns that of its guard.
+
+    Attributes:
+        own_scalers: The loss scalers of an optimizer that scales its loss itself; none where the owner's do.
+        asked: The process group that was asked for, for this optimizer alone.
+        checks: The checks, in order.
+        last: The scaler and scale of the last block or pass.
+        resolved: The checks that were resolved last; none where there were none.
+        checked: The gradients that have no inf or nan but what a pending check tells of.
+        agreed: Whether ranks agreed on all that was found since the step. Begun anew at each step: ranks without a
+            block or pass until the next one have to hear of those that have one.
+    """
+
+    def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner]) -> None:
+        self.own_scalers: Sequence[LossScaler] = ()
+        self.asked: RequestedGroup | None = None
+        self.checks: list[OverflowCheck] = []
+        self.last: tuple[LossScaler, Scale] | None = None
+        self.resolved: Sequence[OverflowCheck] = ()
+        self.checked = CheckedGrads()
+        self.agreed = False
+        self._skips = skips
+        self._grads = grads
+        self._owner = owner
+        # What the last block unscaled.
+        self._unscaled: Sequence[Tensor] | None = None
+        # Flags of what the program had written to gradients before a block of several optimizers.
+        self._before_block: Sequence[Tensor] = ()
+        # Who agrees on steps, with the meshes and the request that it was found for.
+        self._known: tuple[list[Any], RequestedGroup | None, SyncGroup | None] | None = None
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """All loss scalers of the optimizer, in the same order on all ranks."""
+        return self.own_scalers or self._owner().scalers
+
+    @property
+    def requested_group(self) -> RequestedGroup | None:
+        """The process group over which the program wants steps to be agreed on, if it asked for one."""
+        return self.asked or self._owner().requested_group(self._grads.optimizer)
+
+    @property
+    def group(self) -> SyncGroup | None:
+        """The ranks that agree on each step; None where what this rank finds is what all find.
+
+        To ask may be a collective the first time. UsageError: see `sync_group`.
+        """
+        if not several_processes():
+            return None
+        params, asked = self._grads.params(), self.requested_group
+        meshes = meshes_of(params)
+        if self._known is None or self._known[:2] != (meshes, asked):
+            self._known = meshes, asked, sync_group(params, meshes, asked)
+        return self._known[2]
+
+    def note(self, check: OverflowCheck | None) -> None:
+        """Take note of a check on the gradients as they are now."""
+        if check is not None:
+            self.checks.append(check)
+            self.last, self.agreed = (check.scaler, check.scale), False
+
+    def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
+        """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
+        self._unscaled = self._grads.params()
+        # All of them, anew: nothing stays of parameters that the optimizer steps no more.
+        self.checked = CheckedGrads()
+        self.checked.note(self._unscaled)
+        self.last, self.agreed = (scaler, scale), False
+
+    @property
+    def has_added_params(self) -> bool:
+        """Whether the optimizer got parameters after the last block."""
+        return self._unscaled is not None and len(self._grads.params()) != len(self._unscaled)
+
+    def unscale_added_params(self) -> None:
+        """Unscale and check the gradients of what was added to the optimizer after the last block.
+
+        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
+        that was not scaled is divided too.
+        """
+        if self.last is None or self._unscaled is None or not self.has_added_params:
+            return
+        params, (scaler, scale) = self._grads.params(), self.last
+        known = set(map(id, self._unscaled))
+        self._unscaled = params
+        added = [p for p in params if p.grad is not None and id(p) not in known]
+        if added:
+            self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
+            self.checked.note(added)
+
+    def finish_delayed(self) -> None:
+        """Unscale and check what ``delay_unscale`` left scaled."""
+        grads, scaler, scale = self._grads, self._grads.delayed, self._grads.scale
+        if scaler is not None:
+            grads.delayed, grads.scale = None, 1.0
+            if grads.has_any():
+                params = grads.params()
+                self.note(OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank)))
+                self.checked.note(params)
+
+    def expect(self, check: OverflowCheck) -> None:
+        """Take note of a backward pass from which gradients come with true values, and of the check on them."""
+        self.finish_delayed()
+        self.resolve_dropped_grads()
+        if len(self.checks) >= _MAX_PENDING_CHECKS:
+            # Nobody steps.
+            read_checks(self.checks)
+            self.checks = [next((one for one in self.checks if one.overflowed), self.checks[-1])]
+        self.note(check)
+
+    def overflowed(self) -> bool | None:
+        """Whether gradients since the last step overflowed, None where there are none. Waits for the device.
+
+        Where ranks agree on a step all of them have to ask.
+        """
+        if not self.agreed:
+            self.recheck()
+        read_checks(self.checks)
+        return any(check.overflowed for check in self.checks) if self.checks else None
+
+    def earlier_flag(self, device: torch.device) -> Tensor:
+        """Return a flag without dimensions on a device: not 0 where gradients may have held inf before a block.
+
+        That is what pending checks say, or those of the last step without any, and `look_before_block`. Waits for
+        nothing.
+        """
+        flags = [flag for check in self.checks or self.resolved for flag in check.flags]
+        flags = [flag.to(device, non_blocking=True).view(()) for flag in (*flags, *self._before_block)]
+        return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+
+    def resolve(self) -> OverflowCheck | None:
+        """Read the pending checks, tell the scalers, and return the check to blame, if any."""
+        self.resolved, self.checks = self.checks, []
+        blamed = resolve(self.resolved)
+        if blamed is not None:
+            # Inf and nan are in them from now on, and no pending check tells.
+            self.checked = CheckedGrads()
+        return blamed
+
+    def resolve_dropped_grads(self) -> None:
+        """Settle checks whose gradients the program dropped without a step: they skip none.
+
+        Not where ranks agree on a step: another rank may have dropped nothing. There the next step is skipped.
+        """
+        if self.checks and not self._grads.has_any() and self.group is None:
+            self.resolve()
+
+    def resolve_on_device(self) -> Tensor | None:
+        """Settle the pending checks on their device and return the flag; None where they are to be read."""
+        if not self.checks or any(self._owner().program.tell(Subscriber.wants_flags)):
+            return None
+        scaler, skips = self.checks[0].scaler, self._skips
+        skips.wait_by(scaler.unread)
+        step = skips.step
+
+        def tell(skipped: bool) -> None:
+            skips.end(step, scaler if skipped else None, scaler.scale_before, late=True)
+
+        flag = resolve_on_device(self.checks, tell)
+        if flag is not None:
+            self.resolved, self.checks = self.checks, []
+            step.unread = scaler.unread
+            self.checked = CheckedGrads()
+        return flag
+
+    # -- several ranks --
+
+    def recheck(self, *, makes_gradients: bool = False, last_step: Step | None = None) -> None:
+        """Check those gradients that a step would use and that nobody checked as they are now.
+
+        These are gradients that the program wrote to or replaced after their check, and all where other ranks have a
+        part in them: torch does not count the writes of collectives. Ranks that find different things agree. Nothing
+        waits for the device, unless the last step was a skip and no block followed.
+
+        Args:
+            makes_gradients: Whether the step is going to make gradients of its own, by a closure.
+            last_step: The step before that which begins now, if one does.
+        """
+        group = self.group
+        params = self._grads.params()
+        if not self.checks and not makes_gradients and self.last is not None:
+            # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
+            found = self._look(params if (last_step or self._skips.step).skipped else self.checked.unchecked(params))
+            if found:
+                check = OverflowCheck(*self.last, found)
+                check.reported.told = True
+                self.note(check)
+        if group is not None:
+            # Another rank may have scaled a loss where this one has scaled none yet.
+            scalers = self.scalers
+            if self.last is not None or (scalers and scalers[0].checks):
+                self.agree(group)
+        elif self.checks:
+            found = self._look(params if several_processes() else self.checked.unchecked(params))
+            if found:
+                last = self.checks[-1]
+                self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
+
+    def look_before_block(self) -> None:
+        """Look at those gradients that nobody checked as they are before a block adds to them."""
+        delayed = self._grads.delayed is not None
+        self._before_block = () if delayed else self._look(self.checked.unchecked(self._grads.params()))
+
+    def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
+        flag = None if self.last is None else self.last[0].unread.blank
+        found = unscale_(params, 1.0, flag)
+        self.checked.note(params)
+        return found
+
+    def agree(
+        self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, loss_is_nonfinite: bool = False
+    ) -> FoundInfReduction:
+        """Let all ranks know what each of them found, by one collective. Scalers are not updated yet."""
+        params = self._grads.params()
+        reduce_partial(params, halves_alone=True)
+        scalers, own = self.scalers, self.checks
+        found: list[list[Tensor]] = [[] for _ in scalers]
+        for check in own:
+            found[_place_of(check.scaler, scalers)] += check.flags
+        # A reduction by the program itself may have come since the block looked at them.
+        now = self._look(self.checked.unchecked(params) if self.agreed else params)
+        reduction = reduce_found_inf(
+            group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
+        )
+        self.agreed = True
+        for check in own:
+            check.overflowed = None
+            check.agree(reduction.of_scalers[_place_of(check.scaler, scalers)])
+        if own or reduction.has_checks:
+            scaler, scale = self.last or (scalers[0], scalers[0].loss_scale)
+            self.checks.append(OverflowCheck(scaler, scale, [reduction.now]))
+        return reduction
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the p-th power of the norm of the gradients of all ranks; for ``inf`` the norm itself.
+
+        Where ranks agree on a step they do so by the same collective. What is written after it is agreed on at the
+        step.
+        """
+        reduce_partial(self._grads.params(), halves_alone=False)
+        group = self.group
+        if group is None and not several_processes():
+            self.recheck()
+        present = [param for param in self._grads.params() if param.grad is not None]
+        norm = powered_norm(present, group, norm_type)
+        return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Clip the gradients after `norm`. A norm that is finite keeps them finite, so they count as checked."""
+        params = self._grads.params()
+        clip_(params, norm, max_norm)
+        if math.isfinite(max_norm):
+            self.checked.note(params)
+
+
+def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
+    return next((place for place, one in enumerate(scalers) if one is scaler), 0)

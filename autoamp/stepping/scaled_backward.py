@@ -104,6 +104,9 @@ def _version(gradient: Tensor | None) -> int | None:
 class BackwardWatch:
     """Sees which backward passes a scaled loss begins, and refuses one that begins after the block has ended.
 
+    A context manager around the block. Its end raises UsageError where the loss was run backward and not the scaled
+    one, in this block or in an earlier one of these optimizers.
+
     `torch.autograd.grad` of the scaled loss is no such pass: it writes no gradient of a parameter.
 
     Args:
@@ -117,8 +120,6 @@ class BackwardWatch:
 
     Attributes:
         block: The names of the block's optimizers.
-        backward_seen: Whether a pass of the scaled loss was seen, in this block or in an earlier one of these
-            optimizers.
     """
 
     def __init__(
@@ -132,7 +133,6 @@ class BackwardWatch:
     ) -> None:
         self._left_scaled = left_scaled
         self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
-        self.backward_seen = all(guard.backward_seen for guard in guards)
         self._scale = scale
         # The scaled loss may outlive its block by much.
         self._guards = [weakref.ref(guard) for guard in guards]
@@ -140,19 +140,21 @@ class BackwardWatch:
         self._has_ended = self._loss_passed = False
         self._hook: Any = None
         if loss.requires_grad and scaled is not loss:
-            if not self.backward_seen:
+            if not self._backward_seen():
                 self._hook = loss.register_hook(self._loss_passes)
             scaled.register_hook(self._scaled_passes)
 
-    def end(self) -> None:
-        """Take note that the block has ended."""
+    def _backward_seen(self) -> bool:
+        return all(guard.backward_seen for reference in self._guards if (guard := reference()) is not None)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._has_ended = True
         if self._hook is not None:
             self._hook.remove()
-
-    def check(self) -> None:
-        """Raise UsageError where the loss was run backward and not the scaled one."""
-        if self._loss_passed and not self.backward_seen:
+        if kind is None and self._loss_passed and not self._backward_seen():
             raise UsageError(
                 f"loss.backward() was called inside the scale_loss block of {self.block}, and its gradients are not "
                 "scaled. "
@@ -163,8 +165,9 @@ class BackwardWatch:
         self._loss_passed = True
 
     def _scaled_passes(self, _: Tensor) -> None:
-        self.backward_seen = True
         guards = [guard for reference in self._guards if (guard := reference()) is not None]
+        for guard in guards:
+            guard.backward_seen = True
         others = self._others(guards, self._scale)
         if not self._has_ended:
             own = (param for guard in guards for param in guard.grads.leaves())

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from autoamp.stepping.attach import stepped_params
-from autoamp.tensors import map_tensors
 
 
 class StepCopy:
@@ -24,11 +23,11 @@ class StepCopy:
         params = stepped_params(optimizer)
         # Frozen parameters may be inference tensors, which nothing can write to.
         self._params = [(param, param.detach().clone()) for param in params if not param.is_inference()]
-        self._groups = [(group, _options(group)) for group in optimizer.param_groups]
         state = getattr(optimizer, "state", None)
         self._state = state if isinstance(state, MutableMapping) else {}
         # State that refers to a parameter goes on referring to it.
         memo: dict[int, Any] = {id(param): param for param in params}
+        self._groups = [(group, copy.deepcopy({**group, "params": None}, memo)) for group in optimizer.param_groups]
         self._values = {key: copy.deepcopy(value, memo) for key, value in self._state.items()}
 
     @torch.no_grad()
@@ -42,12 +41,6 @@ class StepCopy:
             group.update(options, params=params)
         self._state.clear()
         self._state.update(self._values)
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in group.items() if name != "params"}
-    copied: dict[str, Any] = map_tensors(options, lambda value: value.detach().clone())
-    return copied
 
 
 class GradsCopy:

@@ -14,11 +14,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autoamp.errors import UsageError
-from autoamp.scaling import FoundInfReduction, RequestedGroup, SyncGroup, SyncGroups, clip_, powered_norm
+from autoamp.scaling import (
+    RequestedGroup,
+    SyncGroup,
+    clip_,
+    meshes_of,
+    powered_norm,
+    reduce_found_inf,
+    sync_group,
+)
+
+
+def group_of(params: Sequence[nn.Parameter], asked: RequestedGroup | None = None) -> SyncGroup | None:
+    return sync_group(params, meshes_of(params), asked)
 
 
 def test_plain_parameters_need_no_agreement() -> None:
-    assert SyncGroups().among([nn.Parameter(torch.ones(1))], None) is None
+    assert group_of([nn.Parameter(torch.ones(1))]) is None
     with pytest.raises(UsageError, match="no process group yet"):
         RequestedGroup.from_arguments(None, None)
 
@@ -28,18 +40,14 @@ def test_plain_parameters_need_no_agreement() -> None:
 def test_each_scaler_gets_what_its_own_checks_found(norm: float, count: int) -> None:
     group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
-    told = FoundInfReduction.from_checks(
-        group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64)
-    )
-    assert [bool(told.of_scaler(place)) for place in range(count)] == [False] * (count - 1) + [True]
+    told = reduce_found_inf(group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64))
+    assert [bool(flag) for flag in told.of_scalers] == [False] * (count - 1) + [True]
     # A norm of inf or nan says nothing of the rest.
     assert float(told.norm) == pytest.approx(norm, rel=0, abs=0, nan_ok=True)
-    assert (bool(told.now), told.has_checks(), told.loss_is_nonfinite()) == (True, True, False)
-    silent = FoundInfReduction.from_checks(
-        group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True
-    )
-    assert (bool(silent.now), silent.has_checks(), silent.loss_is_nonfinite()) == (False, False, True)
-    assert not any(bool(silent.of_scaler(place)) for place in range(count))
+    assert (bool(told.now), bool(told.has_checks), bool(told.loss_is_nonfinite)) == (True, True, False)
+    silent = reduce_found_inf(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
+    assert (bool(silent.now), bool(silent.has_checks), bool(silent.loss_is_nonfinite)) == (False, False, True)
+    assert [bool(flag) for flag in silent.of_scalers] == [False] * count
     assert float(silent.norm) == 0.0
 
 
@@ -83,32 +91,30 @@ def test_the_ranks_that_agree_on_a_step(
         asked = RequestedGroup.from_arguments(
             dist.group.WORLD if len(named) == 8 else dist.new_group(named), requested[1]
         )
-    groups = SyncGroups()
     if isinstance(ranks, str):
         with pytest.raises(UsageError, match=ranks):
-            groups.among(params, asked)
+            group_of(params, asked)
         return
-    group = groups.among(params, asked)
+    group = group_of(params, asked)
     assert group is not None
     assert sorted(dist.get_process_group_ranks(group.group)) == list(ranks)
     assert (group.device, [group.copies_of(param) for param in params]) == (torch.device("cpu"), copies)
     # A process group that is there is taken.
-    again = SyncGroups().among(params, asked)
+    again = group_of(params, asked)
     assert again is not None
     assert again.group is group.group
-    assert groups.among(params, asked) is group
 
 
 def test_groups_that_were_made_are_kept_as_long_as_the_default_group(fake_ranks: Callable[[int], None]) -> None:
     fake_ranks(8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-    made: list[Any] = [SyncGroups().among(tensors_on(mesh, [dims]), None) for dims in ("ab", "bc", "ab", "bc")]
+    made: list[Any] = [group_of(tensors_on(mesh, [dims])) for dims in ("ab", "bc", "ab", "bc")]
     assert [one.group for one in made[2:]] == [one.group for one in made[:2]]
     assert made[0].group is not made[1].group
     dist.destroy_process_group()
     fake_ranks(8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-    again: Any = SyncGroups().among(tensors_on(mesh, ["ab"]), None)
+    again: Any = group_of(tensors_on(mesh, ["ab"]))
     assert again.group is not made[0].group
 
 

@@ -19,7 +19,7 @@ from autoamp.casting import CastState
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import DynamicLossScaler, RequestedGroup, StaticLossScaler
-from autoamp.stepping.optimizers import GuardedOptimizers, RequestedGroups, clip_grad_norm_
+from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_
 
 
 def guarded() -> GuardedOptimizers:
@@ -242,7 +242,7 @@ def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
 def agreeing(optimizers: GuardedOptimizers, fake_ranks: Callable[[int], None]) -> GuardedOptimizers:
     """Guarded optimizers of 2 ranks that agree on each step, of which the other one finds nothing."""
     fake_ranks(2)
-    optimizers.asked.put(RequestedGroup.from_arguments(dist.group.WORLD, 1), None)
+    optimizers.sync_over(RequestedGroup.from_arguments(dist.group.WORLD, 1), None)
     return optimizers
 
 
@@ -446,12 +446,12 @@ def test_step_hooks_of_the_program_are_called(level: str, name: str) -> None:
 def test_the_group_of_an_optimizer_precedes_that_of_all() -> None:
     every, own = (RequestedGroup(name, 1) for name in ("every", "own"))
     first, second = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
-    asked = RequestedGroups()
-    assert asked.get(first) is None
-    asked.put(own, [first])
-    assert (asked.get(first), asked.get(second)) == (own, None)
-    asked.put(every, None)
-    assert (asked.get(first), asked.get(second)) == (own, every)
+    asked = GuardedOptimizers(CastState(torch.float16, "cpu"), [])
+    assert asked.requested_group(first) is None
+    asked.sync_over(own, [first])
+    assert (asked.requested_group(first), asked.requested_group(second)) == (own, None)
+    asked.sync_over(every, None)
+    assert (asked.requested_group(first), asked.requested_group(second)) == (own, every)
 
 
 def test_a_compiled_step_is_that_of_torch() -> None:
