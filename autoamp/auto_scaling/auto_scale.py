@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.auto_scaling.backward_pass import (
     ScaledPass,
-    as_list,
     can_begin_at,
-    largest_scale,
     reached_by,
     scaled_gradients,
 )
@@ -33,6 +32,7 @@ from autoamp.stepping import (
     GuardedOptimizers,
     ScalesItself,
     StepGuard,
+    as_list,
     living_optimizers_and_modules,
     open_blocks,
     several_processes,
@@ -64,7 +64,7 @@ class AutoScale(Subscriber):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
-        self._passes = RunningPasses()
+        self._passes = RunningPasses(lambda: optimizers.casts.switched(False))
         self._yielded_to: str | None = None
         self._made_scaler = self._used_scaler = False
         self.active = False
@@ -188,11 +188,9 @@ class AutoScale(Subscriber):
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            if not self.active:
-                original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-                return
             roots = as_list(tensors)
-            given = as_list(grad_tensors if grad_variables is None else grad_variables)
+            given = grad_tensors if grad_variables is None else grad_variables
+            given = [] if given is None else as_list(given)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             running = self._passes.joinable()
             if running is not None:
@@ -237,7 +235,8 @@ class AutoScale(Subscriber):
         running = ScaledPass(
             self._scaler,
             owners,
-            largest_scale(roots),
+            # In fp16 a power of 2 below the end of its range.
+            2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf,
             keeps=guards,
             retained=self._retained,
             # The inf of one rank is to be seen by all.
@@ -270,7 +269,8 @@ class AutoScale(Subscriber):
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
         """Whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
         return (
-            self._scaler.checks
+            self.active
+            and self._scaler.checks
             and self.yielded_to is None
             and not open_blocks.count
             and not torch.compiler.is_compiling()
@@ -291,4 +291,4 @@ class AutoScale(Subscriber):
         if not self.active or not callable(hook) or is_ours(hook) or torch.compiler.is_compiling():
             return hook
         kind = PostAccumulateHook if accumulated else GradientHook
-        return kind(hook, self._passes, lambda: self._optimizers.casts.switched(False), tensor)
+        return kind(hook, self._passes, tensor)

@@ -6,11 +6,11 @@ through for inf and nan there. What was found stays on the device. So ``.grad`` 
 
 from __future__ import annotations
 
+import functools
 import math
-import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.scaling import LossScaler, true_gradient
-from autoamp.stepping import OverflowCheck, StepGuard
+from autoamp.stepping import OverflowCheck, StepGuard, as_list
 from autoamp.tensors import HALF_DTYPES
 
 
@@ -27,13 +27,17 @@ class Flags:
 
     Args:
         blank: Returns a new flag on a device, 0.0.
+        cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
+            over ranks to carry on.
 
     Attributes:
+        cleans: As given.
         all: All flags. Those of tensors that are gone count too.
     """
 
-    def __init__(self, blank: Callable[[torch.device], Tensor]) -> None:
+    def __init__(self, blank: Callable[[torch.device], Tensor], *, cleans: bool) -> None:
         self._blank = blank
+        self.cleans = cleans
         self._of = WeakTensorKeyDictionary()
         self.all: list[Tensor] = []
 
@@ -57,19 +61,15 @@ class PassCheck(OverflowCheck):
         scaler: The scaler of the pass.
         scale: The scale of the pass.
         flags: What was found, and is being found.
-        cleans: Whether 0 takes the place of gradients that overflowed.
         earlier: An earlier check of the same pass, if there is one.
     """
 
     # What arrives after it was read is for another check, so a step is to read it.
     is_complete = False
 
-    def __init__(
-        self, scaler: LossScaler, scale: float, flags: Flags, *, cleans: bool, earlier: PassCheck | None = None
-    ) -> None:
+    def __init__(self, scaler: LossScaler, scale: float, flags: Flags, earlier: PassCheck | None = None) -> None:
         super().__init__(scaler, scale, (), earlier)
         self._flags = flags
-        self._cleans = cleans
 
     @property
     def found(self) -> Sequence[Tensor]:
@@ -79,7 +79,7 @@ class PassCheck(OverflowCheck):
     @property
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
-        return self._flags.flagged() if self._cleans else ()
+        return self._flags.flagged() if self._flags.cleans else ()
 
 
 class ScaledPass:
@@ -91,13 +91,11 @@ class ScaledPass:
         largest_scale: The scale is no higher.
         keeps: Objects that live as long as the pass, such as the optimizers, to which their guards refer weakly.
         retained: The tensors for which ``retain_grad()`` was called.
-        cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
-            over ranks to carry on.
+        cleans: As for `Flags`.
         now: Returns the pass that calls, None outside of passes.
 
     Attributes:
         scale: The scale of the pass.
-        thread: The thread that runs it.
     """
 
     def __init__(
@@ -106,27 +104,24 @@ class ScaledPass:
         owners: Mapping[int, list[StepGuard]],
         largest_scale: float,
         *,
-        keeps: object = None,
-        retained: Iterable[Tensor] = (),
+        keeps: object,
+        retained: Iterable[Tensor],
         cleans: bool,
         now: Callable[[], ScaledPass | None],
     ) -> None:
-        self.thread = threading.get_ident()
-        self.scale = min(scaler.loss_scale, largest_scale)
-        self._factors: dict[torch.device, Tensor] = {}
+        self.scale = scale = min(scaler.loss_scale, largest_scale)
         self._owners = owners
         self._keeps = keeps
         self._retained = retained
-        self._cleans = cleans
         self._now = now
-        self._flags = Flags(scaler.unread.blank)
-        self._check = PassCheck(scaler, self.scale, self._flags, cleans=cleans)
-        # The hooks at leaves, whose gradients get true values as they arrive, by the leaf's id.
-        self._arrivals: dict[int, Any] = {}
-        # Leaves whose gradients, if nobody else writes them, are finite wherever all that arrives is.
-        self._sure: dict[int, weakref.ref[Tensor]] = {}
+        self._flags = Flags(scaler.unread.blank, cleans=cleans)
+        self._check = PassCheck(scaler, scale, self._flags)
+        self._factor = functools.cache(lambda device: torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
+        # By the id of a leaf whose gradients get true values as they arrive: the leaf, the hook there, and whether its
+        # gradient, if nobody else writes it, is finite wherever all that arrives is.
+        self._arrivals: dict[int, tuple[Any, Any, bool]] = {}
         # Leaves of a pass within, whose gradients go back into this one: they keep its scale.
-        self._passed_on: dict[int, weakref.ref[Tensor]] = {}
+        self._passed_on: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._inner: dict[int, _InnerGradient] = {}
 
     def take(self, reached: Iterable[Tensor], nodes: set[Any], *, within: bool = False) -> None:
@@ -137,34 +132,30 @@ class ScaledPass:
             nodes: The nodes of the graph.
             within: Whether a function of the pass begins the run, as that of a checkpoint does.
         """
-        reached = list(reached)
-        leaves = [leaf for leaf in reached if leaf.grad_fn is None and not self.knows(leaf)]
-        if within:
-            leaves = [leaf for leaf in leaves if not self._passes_on(leaf)]
-        inner = [tensor for tensor in reached if tensor.grad_fn is not None]
-        for tensor in inner:
-            tensor.retain_grad()
-        inner += [tensor for tensor in list(self._retained) if tensor.grad_fn in nodes]
-        new = {id(tensor): tensor for tensor in inner if id(tensor) not in self._inner}
-        for tensor in (*leaves, *new.values()):
+        leaves = []
+        for tensor in reached:
+            if tensor.grad_fn is not None:
+                # It is among the retained ones then: `AutoScale.grad_retained` is told.
+                tensor.retain_grad()
+            elif not self.knows(tensor) and not (within and self._passes_on(tensor)):
+                leaves.append(tensor)
+        inner = [one for one in list(self._retained) if one.grad_fn in nodes and id(one) not in self._inner]
+        for tensor in (*leaves, *inner):
             # Made here, where the streams of all that runs wait for what this one does.
             self._flags.get(tensor)
             self._factor(tensor.device)
-        self._sure.update({id(leaf): weakref.ref(leaf) for leaf in leaves if self._adds_to_checked(leaf)})
-        self._arrivals.update({id(leaf): register_first(leaf, _Arrival(self, leaf)) for leaf in leaves})
-        self._inner.update({name: _InnerGradient(self, tensor) for name, tensor in new.items()})
+        for leaf in leaves:
+            hook = register_first(leaf, OurHook(self._arrived, leaf))
+            self._arrivals[id(leaf)] = leaf, hook, self._adds_to_checked(leaf)
+        self._inner.update({id(tensor): _InnerGradient(self, tensor) for tensor in inner})
         for guard in dict.fromkeys(guard for leaf in leaves for guard in self._owners.get(id(leaf), ())):
             self.concern(guard)
 
     def _passes_on(self, leaf: Tensor) -> bool:
         """Tell a copy that a function made of its input, to read its ``.grad``, from a leaf that the program knows."""
-        known = self._passed_on.get(id(leaf))
-        if known is not None and known() is leaf:
-            return True
-        if isinstance(leaf, Parameter) or id(leaf) in self._owners or leaf.grad is not None:
-            return False
-        self._passed_on[id(leaf)] = weakref.ref(leaf)
-        return True
+        if not isinstance(leaf, Parameter) and id(leaf) not in self._owners and leaf.grad is None:
+            self._passed_on[id(leaf)] = leaf
+        return self._passed_on.get(id(leaf)) is leaf
 
     def _adds_to_checked(self, leaf: Tensor) -> bool:
         """Whether a finite gradient that arrives leaves a finite one: there is none yet, or one that was checked."""
@@ -184,12 +175,14 @@ class ScaledPass:
         """Whether gradients have true values once they have arrived at a leaf."""
         return id(leaf) in self._arrivals
 
-    def arrived(self, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Return the true gradient for a scaled one that arrives at a leaf. Whether it overflowed is noted."""
+    def _arrived(self, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """Return the true gradient for a scaled one that arrives at a leaf, before all other hooks of the leaf."""
+        if gradient is None or not self.is_now():
+            return None
         check = self._check
         if check.overflowed is not None:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
-            self._check = PassCheck(check.scaler, self.scale, self._flags, cleans=self._cleans, earlier=check)
+            self._check = PassCheck(check.scaler, self.scale, self._flags, earlier=check)
         for guard in self._owners.get(id(leaf), ()):
             self.concern(guard)
         return self.true(leaf, gradient)
@@ -197,17 +190,12 @@ class ScaledPass:
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
         factor, flag = self._factor(tensor.device), self._flags.get(tensor)
-        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self._cleans)
-
-    def _factor(self, device: torch.device) -> Tensor:
-        if device not in self._factors:
-            self._factors[device] = torch.full((), 1.0 / self.scale, dtype=torch.float32, device=device)
-        return self._factors[device]
+        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self._flags.cleans)
 
     @torch.no_grad()
     def still_overflowed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return nan in place of what a hook made of a gradient that overflowed, where other ranks are to see it."""
-        if self._cleans or gradient.layout is not torch.strided:
+        if self._flags.cleans or gradient.layout is not torch.strided:
             return gradient
         # The flag has shape (1,). A gradient without dimensions needs one without.
         return torch.where(self._flags.get(leaf).reshape(()) != 0, math.nan, gradient)
@@ -220,42 +208,22 @@ class ScaledPass:
         """Take the hooks back, and give true gradients to what has them scaled as yet."""
         for inner in self._inner.values():
             inner.close()
-        for reference in self._passed_on.values():
-            leaf = reference()
-            if leaf is not None and leaf.grad is not None:
+        for leaf in self._passed_on.values():
+            if leaf.grad is not None:
                 # Not in place: it may share memory with what went back into the pass.
                 leaf.grad = self.true(leaf, leaf.grad)
-        for hook in self._arrivals.values():
+        for leaf, hook, is_sure in self._arrivals.values():
             hook.remove()
-        for name in self._arrivals:
-            leaf = self._sure[name]() if name in self._sure else None
-            if leaf is not None and not _has_hooks(leaf):
-                for guard in self._owners.get(name, ()):
+            # A hook of the program may return or write another gradient than the one that arrived.
+            if is_sure and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
+                for guard in self._owners.get(id(leaf), ()):
                     guard.pending.checked.note([leaf])
-        self._arrivals, self._inner, self._passed_on, self._sure = {}, {}, {}, {}
+        self._passed_on.clear()
+        self._arrivals, self._inner = {}, {}
 
 
-def _has_hooks(leaf: Any) -> bool:
-    """Whether the program has hooks at a leaf, which may return or write another gradient than the one that arrived."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
-class OurHook:
-    """The base of hooks that auto_scaling registers for itself."""
-
-
-class _Arrival(OurHook):
-    """Stands before all other hooks of a leaf while a pass runs: they see true gradients."""
-
-    def __init__(self, running: ScaledPass, leaf: Tensor) -> None:
-        self._running = running
-        self._leaf = weakref.ref(leaf)
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        leaf = self._leaf()
-        if leaf is None or gradient is None or not self._running.is_now():
-            return None
-        return self._running.arrived(leaf, gradient)
+class OurHook(functools.partial[Any]):
+    """A hook that auto_scaling registers for itself, and does not take for one of the program's."""
 
 
 def register_first(tensor: Tensor, hook: OurHook) -> Any:
@@ -279,11 +247,9 @@ class _InnerGradient:
         self._tensor = tensor
         self._before, tensor.grad = tensor.grad, None
         # Torch writes the gradient after all hooks of the tensor, and before those of the node.
-        self._registered = tensor.grad_fn.register_prehook(self._arrived)  # type: ignore[union-attr]
-
-    def _arrived(self, gradients: Any) -> None:
-        if self._running.is_now():
-            self._finish()
+        self._registered = tensor.grad_fn.register_prehook(  # type: ignore[union-attr]
+            lambda _: self._finish() if running.is_now() else None
+        )
 
     def close(self) -> None:
         """Come to an end, also where the node never ran."""
@@ -300,23 +266,11 @@ class _InnerGradient:
         self._before = tensor.grad
 
 
-def as_list(tensors: Any) -> list[Any]:
-    """Return one tensor, or a sequence of them, as a list; nothing as an empty one."""
-    if tensors is None:
-        return []
-    return list(tensors) if isinstance(tensors, Sequence) else [tensors]
-
-
 def can_begin_at(root: Any, gradient: Any) -> bool:
     """Whether a pass can begin at a root, with the gradient that is given for it."""
     if not isinstance(root, Tensor) or not root.requires_grad or not root.is_floating_point():
         return False
     return root.numel() == 1 if gradient is None else isinstance(gradient, Tensor) and gradient.shape == root.shape
-
-
-def largest_scale(roots: Sequence[Tensor]) -> float:
-    """Return the largest scale that fits the gradients of all roots: 2**15 in fp16, a power of 2 below its end."""
-    return 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
 
 
 def scaled_gradients(roots: Sequence[Tensor], given: Sequence[Any], scale: float) -> list[Tensor]:
@@ -346,5 +300,4 @@ def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], 
         waiting.extend(following for following, _ in node.next_functions)
     if inputs is None:
         return list(leaves.values()), nodes
-    wanted = [tensor for tensor in as_list(inputs) if isinstance(tensor, Tensor)]
-    return wanted, nodes
+    return [tensor for tensor in as_list(inputs) if isinstance(tensor, Tensor)], nodes

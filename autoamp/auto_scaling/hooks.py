@@ -12,46 +12,42 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.auto_scaling.backward_pass import OurHook, ScaledPass, register_first
-from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 
 
-class _Hooked(threading.local):
-    """The runs in which a thread is within a hook of the program, the innermost last."""
-
-    def __init__(self) -> None:
-        self.runs: list[int] = []
-
-
 class RunningPasses:
-    """The scaled passes that run now in all threads, by the number of each run of autograd's engine."""
+    """The scaled passes that run now in all threads, by the number of each run of autograd's engine.
 
-    def __init__(self) -> None:
+    Args:
+        casts_off: Makes a context without casts: what a hook computes from gradients is in the precision that it has
+            them in.
+    """
+
+    def __init__(self, casts_off: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._by_run: dict[int, ScaledPass] = {}
-        self._hooked = _Hooked()
+        self._casts_off = casts_off
+        # The threads within a hook of the program, with the run that it is called by.
+        self._hooked: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
     def claimed(self, running: ScaledPass, roots: Iterable[Any]) -> Iterator[None]:
         """Let hooks at the roots say that the run of the engine within the ``with`` statement belongs to this pass."""
-        registered = [
-            register_first(root, _Claim(self, running))
-            for root in roots
-            if isinstance(root, Tensor) and root.requires_grad
-        ]
+        hook = OurHook(self._claim, running)
+        registered = [register_first(root, hook) for root in roots if isinstance(root, Tensor) and root.requires_grad]
         try:
             yield
         finally:
-            for hook in registered:
-                hook.remove()
+            for handle in registered:
+                handle.remove()
 
-    def claim(self, running: ScaledPass) -> None:
+    def _claim(self, running: ScaledPass, gradient: Any) -> None:
         """Take note that the run of the engine that calls belongs to a pass."""
         self._by_run.setdefault(current_graph_task(), running)
 
@@ -70,32 +66,18 @@ class RunningPasses:
         Within functions of a pass it is a part of that pass. Within the program's hooks, where gradients have true
         values, it is not.
         """
-        runs = self._hooked.runs
-        return None if runs and runs[-1] == current_graph_task() else self.now()
+        return None if (threading.get_ident(), current_graph_task()) in self._hooked else self.now()
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Take note that a hook of the program runs."""
-        self._hooked.runs.append(current_graph_task())
+        """Take note that a hook of the program runs, and turn casts off for it."""
+        here = threading.get_ident(), current_graph_task()
+        self._hooked.append(here)
         try:
-            yield
+            with self._casts_off():
+                yield
         finally:
-            self._hooked.runs.pop()
-
-
-class _Claim(OurHook):
-    """Says at a root whose run this is."""
-
-    def __init__(self, passes: RunningPasses, running: ScaledPass) -> None:
-        self._passes = passes
-        self._running = running
-
-    def __call__(self, gradient: Any) -> None:
-        # Another thread may run through the same root. Autograd's own threads, which Python did not start, run what is
-        # on a device.
-        thread = threading.current_thread()
-        if thread.ident == self._running.thread or isinstance(thread, threading._DummyThread):
-            self._passes.claim(self._running)
+            self._hooked.remove(here)
 
 
 def is_ours(hook: Any) -> bool:
@@ -109,22 +91,13 @@ class Hook:
     Args:
         hook: The hook.
         passes: The passes that may call it.
-        casts_off: Makes a context without casts: what the program computes from gradients is in the precision that it
-            has them in.
         tensor: What it is registered at, None for a module.
     """
 
-    def __init__(
-        self,
-        hook: Callable[..., Any],
-        passes: RunningPasses,
-        casts_off: Callable[[], AbstractContextManager[Any]],
-        tensor: Tensor | None = None,
-    ) -> None:
+    def __init__(self, hook: Callable[..., Any], passes: RunningPasses, tensor: Tensor | None = None) -> None:
         # Torch's own wrapper of a hook takes over what is in our __dict__, so that common names would hide its own.
         self._autoamp_hook = hook
         self._autoamp_passes = passes
-        self._autoamp_casts_off = casts_off
         self._autoamp_tensor = None if tensor is None else weakref.ref(tensor)
         functools.update_wrapper(self, hook, updated=())
 
@@ -133,7 +106,7 @@ class Hook:
         running = self._autoamp_passes.now()
         if running is None:
             return self._autoamp_hook(*args)
-        with self._autoamp_passes.hooked(), self._autoamp_casts_off():
+        with self._autoamp_passes.hooked():
             return self.within(running, *args)
 
     def within(self, running: ScaledPass, *args: Any) -> Any:
@@ -141,8 +114,7 @@ class Hook:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: Any) -> Hook:
-        copied = copy.deepcopy(self._autoamp_hook, memo)
-        return type(self)(copied, self._autoamp_passes, self._autoamp_casts_off)
+        return type(self)(copy.deepcopy(self._autoamp_hook, memo), self._autoamp_passes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self._autoamp_hook,)
@@ -155,12 +127,12 @@ class GradientHook(Hook):
         """Give the hook true gradients, and the pass what it makes of them, at its scale and in its dtypes."""
         leaf = None if self._autoamp_tensor is None else self._autoamp_tensor()
         scale = 1.0 if leaf is not None and running.knows(leaf) else running.scale
-        true = [_each(lambda gradient: _times(gradient, 1.0 / scale), given) for given in args]
+        true = [map_tensors(given, lambda gradient: _times(gradient, 1.0 / scale)) for given in args]
         # Of a module's hook the last but one if it gets both: those are the ones that it may replace.
         place = 1 if len(args) == 3 else -1
-        versions = [tensor._version for tensor in _tensors(true[place])]
+        versions = [version_of(tensor) for tensor in iter_tensors(true[place])]
         result = self._autoamp_hook(*true)
-        if result is None and [tensor._version for tensor in _tensors(true[place])] != versions:
+        if result is None and [version_of(tensor) for tensor in iter_tensors(true[place])] != versions:
             # It wrote to what it was given.
             result = true[place]
         result = _returned(result, args[place], scale)
@@ -206,13 +178,3 @@ def _returned(result: Any, given: Any, scale: float) -> Any:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in iter_tensors(values) if not value.is_inference()]
-
-
-def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)(_each(function, item) for item in value)
-    return function(value) if isinstance(value, Tensor) else value
