@@ -300,4 +300,5 @@ def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], 
         waiting.extend(following for following, _ in node.next_functions)
     if inputs is None:
         return list(leaves.values()), nodes
-    return [tensor for tensor in as_list(inputs) if isinstance(tensor, Tensor)], nodes
+    wanted = {id(tensor): tensor for tensor in as_list(inputs) if isinstance(tensor, Tensor)}
+    return list(wanted.values()), nodes

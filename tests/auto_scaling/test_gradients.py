@@ -97,7 +97,8 @@ def has_double_backward() -> Any:
 def limits_the_inputs() -> Any:
     model, _optimizer, x = make()
     x.requires_grad_()
-    model(x).sum().backward(inputs=[x, model[0].weight])
+    # One that is named twice gets its gradient once.
+    model(x).sum().backward(inputs=[x, model[0].weight, model[0].weight])
     assert model[2].weight.grad is None
     assert x.grad is not None
     # A tensor within the graph gets a gradient where it is named.
