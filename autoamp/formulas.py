@@ -80,12 +80,12 @@ def average_(
 
 
 def adam_updates(
-    firsts: list[Tensor], seconds: list[Tensor], biases: tuple[float, float], eps: float, *,
-    eps_inside_sqrt: bool = False,
-) -> list[Tensor]:  # fmt: skip
+    firsts: list[Tensor], seconds: list[Tensor], biases: tuple[Any, Any], eps: Any, *, eps_inside_sqrt: bool = False
+) -> list[Tensor]:
     """Return ``(m / biases[0]) / (sqrt(v / biases[1]) + eps)`` (Adam, algorithm 1), as new tensors.
 
-    With ``eps_inside_sqrt`` the divisor is ``sqrt(v / biases[1] + eps)``, as in early Apex.
+    With ``eps_inside_sqrt`` the divisor is ``sqrt(v / biases[1] + eps)``, as in early Apex. The biases and ``eps`` are
+    numbers, or tensors without dimensions.
     """
     roots = list(torch._foreach_div(seconds, biases[1]))
     if eps_inside_sqrt:
@@ -120,12 +120,8 @@ def _fused_adam_(
 ) -> bool:  # fmt: skip
     """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen."""
     name = torch_private.FUSED_ADAMW if decoupled else torch_private.FUSED_ADAM
-    if (
-        name is None
-        or not bias_correction
-        or eps_inside_sqrt
-        or not _fused_kernel_takes(values, grads, firsts, seconds)
-    ):
+    computes_the_same = bias_correction and not eps_inside_sqrt
+    if name is None or not computes_the_same or not _fused_kernel_takes(values, grads, firsts, seconds):
         return False
     count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
     getattr(torch, name)(
@@ -150,8 +146,7 @@ def _sgd_(
     updates = grads
     if velocities is not None:
         if first:
-            for velocity, grad in zip(velocities, grads, strict=True):
-                velocity.copy_(grad)
+            torch._foreach_copy_(velocities, grads)
         else:
             torch._foreach_mul_(velocities, momentum)
             torch._foreach_add_(velocities, grads, alpha=1.0 - dampening)
@@ -243,12 +238,9 @@ def adam_on_device_(
     def unless_skipped(neutral: float, value: Tensor | float) -> Tensor:
         return torch.where(skip, neutral, value)
 
-    def corrected(averages: list[Tensor], beta: float) -> list[Tensor]:
-        if not bias_correction:
-            return [average.clone() for average in averages]
+    def bias(beta: float) -> Tensor:
         # 1 - beta ** step. That difference itself would lose digits in fp32.
-        bias = -torch.expm1(step.float() * (math.log(beta) if beta else -math.inf))
-        return list(torch._foreach_div(averages, unless_skipped(1.0, bias)))
+        return unless_skipped(1.0, -torch.expm1(step.float() * (math.log(beta) if beta else -math.inf)))
 
     if weight_decay and not decoupled:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
@@ -261,14 +253,8 @@ def adam_on_device_(
     # A skipped step must not divide 0 by 0. An eps above 0 prevents that, and can stay a Python number: adding a tensor
     # to a list of tensors waits for the device.
     small = eps if isinstance(eps, float) and eps > 0.0 else unless_skipped(1.0, eps)
-    roots = corrected(seconds, beta2)
-    if eps_inside_sqrt:
-        torch._foreach_add_(roots, small)
-    torch._foreach_sqrt_(roots)
-    if not eps_inside_sqrt:
-        torch._foreach_add_(roots, small)
-    updates = corrected(firsts, beta1)
-    torch._foreach_div_(updates, roots)
+    biases = (bias(beta1), bias(beta2)) if bias_correction else (1.0, 1.0)
+    updates = adam_updates(firsts, seconds, biases, small, eps_inside_sqrt=eps_inside_sqrt)
     if weight_decay and decoupled:
         torch._foreach_add_(updates, values, alpha=weight_decay)
     torch._foreach_mul_(updates, unless_skipped(0.0, -lr))

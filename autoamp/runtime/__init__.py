@@ -15,10 +15,9 @@ from autoamp.runtime.api import (
     register_half_function,
     register_promote_function,
 )
-from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
-from autoamp.runtime.runtime import Runtime
+from autoamp.runtime.runtime import Runtime, activated, suspended
 from autoamp.runtime.settings import OnNonfinite, Settings, check_device, device_type_of
 
 __all__ = [

@@ -81,15 +81,11 @@ def init(
         allow_banned=allow_banned, rebind=rebind, scope=scope, trace_overflow=trace_overflow, capsule=capsule,
         on_nonfinite=on_nonfinite,
     ) if enabled else None  # fmt: skip
-    if settings is None:
-        nothing = NoOpHandle()
-        handles.put_base(nothing)
-        return nothing
     with handles.lock:
         base = handles.base
         if isinstance(base, Handle) and base.settings == settings:
             return base
-        handle = Handle(settings)
+        handle = NoOpHandle() if settings is None else Handle(settings)
         handles.put_base(handle)
         return handle
 

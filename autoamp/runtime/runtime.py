@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -26,11 +27,16 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.modules import CastModels, ModuleCalls, ModuleCasts, ModulePrecisions
 from autoamp.ops import AutocastRegions, Target
 from autoamp.runtime.dtype_notes import add_dtype_note
-from autoamp.runtime.events import activated, suspended
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.stepping import GuardedOptimizers, OptimizerSteps
+
+activated: list[Callable[[Any], object]] = []
+"""Called with a handle whose patches were put in place: by `init`, `initialize` or at the beginning of a region."""
+
+suspended: list[Callable[[Any], object]] = []
+"""Called with a handle whose patches are about to be taken back, for a while or for good."""
 
 
 class Runtime:
@@ -38,7 +44,7 @@ class Runtime:
 
     Attributes:
         settings: The settings of the handle.
-        handle: The handle that it serves, which listeners of events get.
+        handle: The handle that it serves, which those in `activated` and `suspended` get.
         precisions: Which modules run in a precision of their own.
         models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
         optimizers: The optimizers that it guards, and the loss scalers.
@@ -73,12 +79,8 @@ class Runtime:
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def _casts_for(self, settings: Settings, on: bool) -> CastState:
-        dtype, device_type, caching = settings.dtype, settings.device_type, settings.enable_caching
-        casts = (
-            CastState(dtype, device_type, enable_caching=caching, on=on)
-            if settings.scope == "global"
-            else ModuleCasts(dtype, device_type, enable_caching=caching)
-        )
+        kind = functools.partial(CastState, on=on) if settings.scope == "global" else ModuleCasts
+        casts = kind(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
         casts.explain = lambda error: add_dtype_note(error, self)
         return casts
 
@@ -128,14 +130,14 @@ class Runtime:
         """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
         self.patched.patch(registered)
         self.ended = False
-        for listener in list(activated):
+        for listener in activated.copy():
             listener(self.handle)
 
     def suspend(self) -> tuple[str, ...]:
         """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
         if not self.patched.in_place:
             return ()
-        for listener in list(suspended):
+        for listener in suspended.copy():
             listener(self.handle)
         self.overflows.close()
         return self.patched.restore()
@@ -172,14 +174,14 @@ class Runtime:
             on: Whether casts act everywhere.
         """
         self._end_diagnostics()
-        self.let_go(models, optimizers)
+        self._let_go(models, optimizers)
         precisions = self.precisions
         self.optimizers.casts = self._casts_for(settings, on)
         self._apply(settings)
         self.precisions.join(precisions)
         self.optimizers.models_with_masters.clear()
 
-    def let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
+    def _let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         """Give these models, and the optimizers that step their parameters, back what they had."""
         named = [*models, *self.models.overlapping(models)]
         modules = {module for model in named for module in model.modules()}
