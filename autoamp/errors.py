@@ -11,21 +11,6 @@ import sys
 import warnings
 from typing import Any
 
-__all__ = [
-    "AutoampError",
-    "BannedFunctionError",
-    "CheckpointError",
-    "ListFileError",
-    "LossScaleError",
-    "NonFiniteGradientsError",
-    "PatchError",
-    "TapeError",
-    "TargetError",
-    "UsageError",
-    "kind_of",
-    "warn_user",
-]
-
 
 class AutoampError(Exception):
     """Base class of autoamp's exceptions. Where torch raises a built-in exception, autoamp raises the same one."""

@@ -15,7 +15,7 @@ import autoamp
 from autoamp import errors
 
 
-@pytest.mark.parametrize("name", [name for name in errors.__all__ if name.endswith("Error")])
+@pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("Error")])
 def test_every_error_is_an_autoamp_error(name: str) -> None:
     assert issubclass(getattr(errors, name), errors.AutoampError)
 

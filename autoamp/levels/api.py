@@ -114,7 +114,9 @@ def initialize(
         ListFileError: A list cannot be used. Nothing was changed.
         LossScaleError: The loss scale is invalid. Nothing was changed.
     """
-    model_list, optimizer_list = _checked_models(models), _checked_optimizers(optimizers)
+    model_list, optimizer_list = _checked_models(models), [] if optimizers is None else as_list(optimizers)
+    for optimizer in optimizer_list:
+        refuse_unguardable(optimizer)
     result = models if optimizers is None else (models, optimizers)
     if not _checked_flag("enabled", enabled):
         end(model_list)
@@ -135,8 +137,9 @@ def initialize(
         _refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else RequestedGroup.from_arguments(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
-    settings = Settings.from_arguments(lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite,
-                           trace_overflow=trace_overflow)  # fmt: skip
+    settings = Settings.from_arguments(
+        lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite, trace_overflow=trace_overflow
+    )
     check_device(settings.device_type)
     casts = level.casts_models or level.patch_torch_functions
     if casts and falls_back_to_fp32(half, settings.device_type):
@@ -163,7 +166,10 @@ def initialize(
     runtime = set_up(setup, model_list, optimizer_list)
     if asked is not None:
         runtime.optimizers.sync_over(asked, optimizer_list or None)
-    _warn_of_settings(level, model_list, keep_batchnorm_fp32)
+    if level.cast_model_type in (None, torch.float32) and keep_batchnorm_fp32 is not None:
+        has_no_effect = f"has no effect at opt_level={level.name!r}, which leaves models in fp32"
+        warn_user(f"keep_batchnorm_fp32={keep_batchnorm_fp32!r} {has_no_effect}")
+    check_half_norms(model_list)
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
@@ -202,29 +208,12 @@ def _refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
                 )
 
 
-def _checked_optimizers(optimizers: Any) -> list[Any]:
-    """Return the optimizers as a list. UsageError: one is no optimizer, or scales its losses itself."""
-    found = [] if optimizers is None else as_list(optimizers)
-    for optimizer in found:
-        refuse_unguardable(optimizer)
-    return found
-
-
 def _checked_flag(name: str, value: Any) -> bool | None:
     """Return a switch that is a bool or None. UsageError: it is neither."""
     if value is None or isinstance(value, bool):
         return value
     remedy = f"pass opt_level={value!r} by its name" if name == "enabled" and value in tuple(LEVELS) else ""
     raise UsageError(f"{name}={value!r} is not a bool; {remedy or 'choose True, False or None'}")
-
-
-def _warn_of_settings(level: OptLevel, models: Sequence[Module], keep_norms: Any) -> None:
-    """Warn of arguments without effect at this level, and of models that it does not suit."""
-    if level.cast_model_type in (None, torch.float32) and keep_norms is not None:
-        warn_user(
-            f"keep_batchnorm_fp32={keep_norms!r} has no effect at opt_level={level.name!r}, which leaves models in fp32"
-        )
-    check_half_norms(models)
 
 
 def scale_loss(

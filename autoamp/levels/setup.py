@@ -131,11 +131,8 @@ def _runtime_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[An
 
 
 def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
-    for name, before, wanted in (
-        ("dtype", earlier.dtype, now.dtype),
-        ("device_type", earlier.device_type, now.device_type),
-        ("lists", earlier.table, now.table),
-    ):
+    for name, attribute in (("dtype", "dtype"), ("device_type", "device_type"), ("lists", "table")):
+        before, wanted = getattr(earlier, attribute), getattr(now, attribute)
         if before != wanted:
             difference = f"{name}={wanted!r} differs from {before!r}" if name != "lists" else "lists= differs from that"
             raise UsageError(
