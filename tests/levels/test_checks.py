@@ -20,30 +20,26 @@ def test_a_level_in_the_place_of_enabled_is_told_where_it_belongs(level: str) ->
         initialize(network(), enabled=level)
 
 
-WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "level": (None, {"opt_level": "O4"}, r"opt_level='O4' is unknown; choose 'O0', 'O1', 'O2' or 'O3'"),
-    "level with a zero": (None, {"opt_level": "02"}, r"opt_level='02' is unknown"),
-    "unhashable level": (None, {"opt_level": ["O1"]}, r"opt_level=\['O1'\] is unknown"),
-    "model": ("model", {}, "models takes a torch.nn.Module or a list of them, not a str"),
-    "scope": (None, {"scope": "model"}, "scope='model' is unknown; choose 'global' or 'models'"),
-    "cast_model_type": (None, {"cast_model_type": torch.int8}, "cast_model_type=torch.int8"),
-    "dtype": (None, {"dtype": torch.float64}, "dtype=torch.float64 is not a half-precision dtype"),
-    "losses": (None, {"num_losses": 0}, "num_losses=0 must be a whole number of 1 or more"),
-    "scale": (None, {"loss_scale": -1.0}, r"loss_scale=-1.0 must be from 2"),
-    "scale as a string": (None, {"loss_scale": "128.0"}, "loss_scale='128.0' is a string; choose 'dynamic' or a num"),
-    "flag as a string": (None, {"keep_batchnorm_fp32": "True"}, "keep_batchnorm_fp32='True' is not a bool"),
-    "bounds": (None, {"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
-    "flag": (None, {"master_weights": "maybe"}, "master_weights='maybe' is not a bool; choose True, False or None"),
-    "outputs": (None, {"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is not a floating dtype"),
-    "optimizer": (None, {"optimizers": 3}, "Expected an optimizer, got an int, which has no par"),
-    "optimizers": (None, {"optimizers": [None]}, "Expected an optimizer, got None, which has no par"),
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "level": ({"opt_level": "O4"}, r"opt_level='O4' is unknown; choose 'O0', 'O1', 'O2' or 'O3'"),
+    "level with a zero": ({"opt_level": "02"}, r"opt_level='02' is unknown"),
+    "unhashable level": ({"opt_level": ["O1"]}, r"opt_level=\['O1'\] is unknown"),
+    "model": ({"models": "model"}, "models takes a torch.nn.Module or a list of them, not a str"),
+    "scope": ({"scope": "model"}, "scope='model' is unknown; choose 'global' or 'models'"),
+    "cast_model_type": ({"cast_model_type": torch.int8}, "cast_model_type=torch.int8"),
+    "dtype": ({"dtype": torch.float64}, "dtype=torch.float64 is not a half-precision dtype"),
+    "losses": ({"num_losses": 0}, "num_losses=0 must be a whole number of 1 or more"),
+    "scale": ({"loss_scale": -1.0}, r"loss_scale=-1.0 must be from 2"),
+    "bounds": ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "min_loss_scale=8.0 is above max_loss_scale"),
+    "flag": ({"master_weights": "maybe"}, "master_weights='maybe' is not a bool; choose True, False or None"),
+    "outputs": ({"cast_model_outputs": "fp32"}, "cast_model_outputs='fp32' is not a floating dtype"),
+    "optimizer": ({"optimizers": 3}, "Expected an optimizer, got an int, which has no par"),
+    "optimizers": ({"optimizers": [None]}, "Expected an optimizer, got None, which has no par"),
     "own scaler": (
-        None,
         {"optimizers": autoamp.FP16_Optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)]))},
         r"this FP16_Optimizer scales its loss itself: call optimizer.backward\(loss\)",
     ),
-    "list": (None, {"lists": {"fp16": ["torch.nosuch"]}}, "'torch.nosuch' names nothing"),
-    "enabled": (None, {"enabled": "maybe"}, "enabled='maybe' is not a bool"),
+    "list": ({"lists": {"fp16": ["torch.nosuch"]}}, "'torch.nosuch' names nothing"),
 }
 
 
@@ -55,9 +51,9 @@ def test_a_wrong_argument_changes_nothing(case: str) -> None:
     train(model, optimizer, 1)
     handle, before = autoamp.current_handle(), values(model)
     masters = list(autoamp.master_params(optimizer))
-    other, kwargs, message = WRONG[case]
+    kwargs, message = WRONG[case]
     with pytest.raises(AutoampError, match=message):
-        initialize(model if other is None else other, **{"optimizers": optimizer, "opt_level": "O1", **kwargs})
+        initialize(**{"models": model, "optimizers": optimizer, "opt_level": "O1", **kwargs})
     assert autoamp.current_handle() is handle
     assert handle.is_active()  # type: ignore[union-attr]
     assert model[0].weight.dtype is torch.float16

@@ -59,11 +59,9 @@ def test_one_model_through_all_levels_keeps_its_weights() -> None:
         assert same(values(model), trained)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert list(optimizer.param_groups[0]["params"]) == identity
-        assert "step" not in vars(optimizer)
-        assert "zero_grad" not in vars(optimizer)
+        assert not {"step", "zero_grad"} & vars(optimizer).keys()
         momenta = [entry["momentum_buffer"].dtype for entry in optimizer.state.values()]
-        assert set(momenta) == {torch.float32}
-        assert len(momenta) == len(identity)
+        assert momenta == [torch.float32] * len(identity)
 
 
 @pytest.mark.parametrize("level", ALL_LEVELS)
@@ -161,13 +159,3 @@ def test_an_optimizer_that_takes_no_guard_undoes_all() -> None:
     assert autoamp.current_handle() is None
     assert same(values(model), before)
     assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
-
-
-def test_an_open_region_stands_in_the_way() -> None:
-    model = network()
-    with (
-        autoamp.region(dtype=torch.bfloat16, device_type="cpu", lists=LISTS),
-        pytest.raises(UsageError, match="region"),
-    ):
-        initialize(model, opt_level="O2")
-    assert model[0].weight.dtype is torch.float32
