@@ -31,8 +31,8 @@ def region(**changes: Any) -> autoamp.Region:
     return autoamp.region(**{**SETTINGS, **changes})
 
 
-def ones() -> Tensor:
-    return torch.ones(2, 2)
+def ones(dtype: torch.dtype = FULL) -> Tensor:
+    return torch.ones(2, 2, dtype=dtype)
 
 
 def runs_in() -> torch.dtype:

@@ -33,17 +33,12 @@ def test_disabled_gives_a_handle_that_does_nothing_and_takes_patches_away(enable
 
 def test_init_patches_and_deactivate_restores() -> None:
     handle = init()
-    assert isinstance(handle, Handle)
-    assert handle.is_active()
     assert autoamp.current_handle() is handle
     assert runs_in() is HALF
     handle.deactivate()
-    assert not handle.is_active()
     assert autoamp.current_handle() is None
     assert not patched()
-    assert handle.deactivate() == ()
     second = init()
-    assert second is not handle
     assert second.is_active()
     assert not handle.is_active()
 
@@ -70,11 +65,8 @@ def test_the_same_arguments_give_the_same_handle() -> None:
 def test_other_arguments_replace_the_handle(changes: dict[str, Any]) -> None:
     first = init()
     second = init(**changes)
-    assert second is not first
     assert not first.is_active()
-    assert second.is_active()
-    assert autoamp.current_handle() is second
-    assert init(**changes) is second
+    assert autoamp.current_handle() is second is init(**changes)
 
 
 def test_a_handle_that_is_replaced_lets_go_of_modules_and_optimizers() -> None:
@@ -99,10 +91,8 @@ def test_an_edited_list_file_is_picked_up(tmp_path: Path) -> None:
     assert runs_in() is HALF
     assert init(lists=str(path)) is first
     path.write_text('schema = 1\nextends = []\nfp32 = ["linear"]\n')
-    second = init(lists=str(path))
-    assert second is not first
-    assert runs_in() is FULL
-    assert F.linear(ones().half(), ones().half()).dtype is FULL
+    assert init(lists=str(path)) is not first
+    assert F.linear(ones(HALF), ones(HALF)).dtype is FULL
 
 
 def test_threads_that_call_init_at_once_get_one_handle() -> None:

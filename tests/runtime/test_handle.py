@@ -66,30 +66,34 @@ def test_deactivate_within_a_block_leaves_true_gradients(training: Training, han
     training.optimizer.step()
 
 
-# -- scale_loss --
+# -- wrong arguments --
+
+LAYER = nn.Linear(2, 2)
+
+# What is called with a handle and a training, and what the error says.
+MISUSES: list[tuple[Callable[[Handle, Training], Any], str]] = [
+    (lambda handle, one: handle.scale_loss(1.5, one.optimizer), r"a floating tensor, not a float; pass the loss, not"),  # type: ignore[arg-type]
+    (lambda handle, one: handle.scale_loss(None, one.optimizer), "a floating tensor, not None"),  # type: ignore[arg-type]
+    (lambda handle, one: handle.scale_loss(torch.tensor(3), one.optimizer), "and this loss is torch.int64"),
+    *((lambda handle, one, count=count: setattr(handle, "max_consecutive_skips", count),
+       f"max_consecutive_skips={count} must be a whole number of 1 or more") for count in (0, 1.5, True, None)),
+    *((lambda handle, one, count=count: handle.wrap_optimizer(one.optimizer, count),
+       f"num_loss={count!r} must be a whole number of 1 or more") for count in (0, -1, "2", True)),
+    (lambda handle, one: handle.wrap_optimizer(LAYER), "got a Linear"),
+    (lambda handle, one: handle.inference([LAYER]).__enter__(), r"inference\(\) takes a torch.nn.Module, not a list"),  # type: ignore[arg-type]
+    (lambda handle, one: handle.override([LAYER]), r"override\(\) takes a torch.nn.Module, not a list"),  # type: ignore[arg-type]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (1.5, r"takes a floating tensor, not a float; pass the loss, not loss.item\(\)"),
-        (None, "takes a floating tensor, not None"),
-        (torch.tensor(3), "takes a floating tensor, and this loss is torch.int64"),
-        (torch.tensor(True), "this loss is torch.bool"),
-    ],
-)
-def test_a_loss_is_a_floating_tensor(handle: Handle, training: Training, loss: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message), handle.scale_loss(loss, training.optimizer):
-        pass
-    assert "step" not in vars(training.optimizer)
-    steps(handle, training, 1.0)
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, None])
-def test_a_wrong_number_of_skips(handle: Handle, count: Any) -> None:
-    with pytest.raises(UsageError, match=r"max_consecutive_skips=.* must be a whole number of 1 or more"):
-        handle.max_consecutive_skips = count
+@pytest.mark.parametrize(("call", "message"), MISUSES)
+def test_a_wrong_argument_is_told_and_changes_nothing(
+    handle: Handle, training: Training, call: Callable[[Handle, Training], Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(handle, training)
+    assert not {"step", "scale_loss"} & vars(training.optimizer).keys()
     assert handle.max_consecutive_skips == 50
+    steps(handle, training, 1.0)
 
 
 # -- wrap_optimizer --
@@ -107,19 +111,6 @@ def test_wrapping_again_replaces_the_scalers(handle: Handle, training: Training)
     assert sorted(handle.state_dict()[f"loss_scaler{number}"]["unskipped"] for number in range(3)) == [0, 0, 1]
 
 
-@pytest.mark.parametrize("number", [0, -1, "2", 1.0, True])
-def test_a_wrong_number_of_losses(handle: Handle, training: Training, number: Any) -> None:
-    with pytest.raises(UsageError, match=r"num_loss=.* must be a whole number of 1 or more"):
-        handle.wrap_optimizer(training.optimizer, num_loss=number)
-    assert not hasattr(training.optimizer, "scale_loss")
-
-
-def test_only_optimizers_are_wrapped(handle: Handle) -> None:
-    with pytest.raises(UsageError, match="got a Linear"):
-        handle.wrap_optimizer(nn.Linear(2, 2))
-    steps(handle, Training(), 1.0)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
 def test_a_copy_of_a_wrapped_optimizer_is_a_plain_one(handle: Handle, training: Training, copied: Any) -> None:
     twin = copied(handle.wrap_optimizer(training.optimizer))
@@ -128,12 +119,6 @@ def test_a_copy_of_a_wrapped_optimizer_is_a_plain_one(handle: Handle, training: 
 
 
 # -- inference and casts --
-
-
-@pytest.mark.parametrize("call", [lambda handle, what: handle.inference(what).__enter__(), Handle.override])
-def test_a_model_is_a_module(handle: Handle, call: Callable[..., Any]) -> None:
-    with pytest.raises(UsageError, match=r"(inference|override)\(\) takes a torch.nn.Module, not a list"):
-        call(handle, [nn.Linear(2, 2)])
 
 
 def test_a_step_of_any_optimizer_within_a_module_drops_the_casts(handle: Handle) -> None:

@@ -49,24 +49,18 @@ def test_a_region_that_is_used_again_keeps_its_handle_and_loss_scale() -> None:
     assert not patched()
 
 
-def test_a_region_without_settings_is_served_by_the_active_handle() -> None:
+def test_a_region_without_settings_or_with_the_same_is_served_by_the_active_handle() -> None:
     handle = init()
-    with autoamp.region() as serving:
-        assert serving is handle
-        assert runs_in() is HALF
-    assert handle.is_active()
+    for block in (autoamp.region(), region()):
+        with block as serving:
+            assert serving is handle
+            assert runs_in() is HALF
+        assert handle.is_active()
     with autoamp.disable_casts():
         assert runs_in() is FULL
         with autoamp.region():
             assert runs_in() is HALF
         assert runs_in() is FULL
-
-
-def test_a_region_with_the_same_settings_is_served_by_the_active_handle() -> None:
-    handle = init()
-    with region() as serving:
-        assert serving is handle
-    assert handle.is_active()
 
 
 def test_training_within_a_region() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.errors import AutoampError, UsageError
+from autoamp.errors import AutoampError
 from autoamp.runtime import Handle
 from autoamp.scaling import DynamicLossScaler
 from tests.runtime.shared import HALF, Training, init, runs_in, steps
@@ -49,15 +49,14 @@ def test_a_scaler_may_be_given(training: Training) -> None:
     [
         ({"loss_scale": "dynamc"}, "loss_scale='dynamc' is a string; choose 'dynamic'"),
         ({"loss_scale": 0}, r"loss_scale=0 must be from 2"),
-        ({"loss_scale": -2.0}, r"loss_scale=-2.0 must be from 2"),
         ({"loss_scale": float("nan")}, "loss_scale=nan must be from 2"),
         ({"loss_scale": True}, "loss_scale=True is not a number"),
         ({"loss_scale": [1]}, r"loss_scale=\[1\] is not a number"),
         ({"lists": "no_such_set"}, "'no_such_set' is unknown"),
-        (
-            {"dtype": torch.float32},
-            r"dtype=torch.float32 is not a half-precision dtype; choose torch.float16 or torch.bfloat16",
-        ),
+        ({"dtype": torch.float32}, "dtype=torch.float32 is not a half-precision dtype; choose torch.float16 or torch"),
+        ({"device_type": "gpu"}, "device_type='gpu' is unknown to torch; choose 'cuda', 'cpu'"),
+        ({"device_type": 3.5}, "device_type=3.5 is unknown to torch; choose 'cuda', 'cpu'"),
+        ({"device_type": "meta", "dtype": None}, "no default half dtype for device_type='meta'; give dtype="),
     ],
 )
 def test_a_wrong_argument_is_told_and_changes_nothing(settings: dict[str, Any], message: str) -> None:
@@ -67,14 +66,3 @@ def test_a_wrong_argument_is_told_and_changes_nothing(settings: dict[str, Any], 
     assert autoamp.current_handle() is before
     assert before.is_active()
     assert runs_in() is HALF
-
-
-@pytest.mark.parametrize("device_type", ["gpu", 3.5])
-def test_an_unknown_device_type_says_so(device_type: Any) -> None:
-    with pytest.raises(UsageError, match=r"device_type=.* is unknown to torch; choose 'cuda', 'cpu'"):
-        autoamp.init(device_type=device_type)
-
-
-def test_a_device_type_without_half_precision_says_so() -> None:
-    with pytest.raises(UsageError, match=r"no default half dtype for device_type='meta'; give dtype="):
-        autoamp.init(device_type="meta")
