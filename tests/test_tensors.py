@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from autoamp.tensors import (
-    default_device_type,
-    iter_tensors,
-    map_tensors,
-    without_grad,
-)
+from autoamp.tensors import default_device_type, iter_tensors, map_tensors, without_grad
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
 
@@ -70,11 +65,7 @@ def test_map_never_mutates_and_converts_every_tensor(value: Any) -> None:
     assert shape(value) == before
     assert [tensor.dtype for tensor in iter_tensors(mapped)] == [torch.complex128] * len(list(iter_tensors(value)))
     assert type(mapped) is type(value)
-
-
-@settings(deadline=None, max_examples=100)
-@given(nested)
-def test_map_returns_the_very_argument_where_nothing_changes(value: Any) -> None:
+    # Where nothing changes the very argument is returned.
     assert map_tensors(value, lambda tensor: tensor) is value
 
 
@@ -83,15 +74,13 @@ def test_only_what_changed_is_built_anew() -> None:
     value = (kept, {"a": changed}, kept)
     target = changed[0]
     mapped = map_tensors(value, lambda tensor: tensor * 2 if tensor is target else tensor)
-    assert mapped is not value
-    assert mapped[0] is kept
-    assert mapped[2] is kept
+    assert mapped[0] is mapped[2] is kept
     assert mapped[1]["a"] is not changed
     assert mapped[1]["a"][1] == 3
     assert value[1]["a"] is changed
 
 
-def test_named_tuples_and_return_types_keep_their_type() -> None:
+def test_named_tuples_return_types_and_packed_sequences_keep_their_type() -> None:
     found = map_tensors(torch.max(torch.ones(2, 2), dim=0), lambda tensor: tensor.to(torch.float64))
     assert type(found) is torch.return_types.max
     assert found.values.dtype == torch.float64
@@ -100,9 +89,6 @@ def test_named_tuples_and_return_types_keep_their_type() -> None:
     assert type(mapped) is Pair
     assert mapped.a.dtype == torch.float16
     assert mapped.b == 2
-
-
-def test_packed_sequences_keep_their_type() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     mapped = map_tensors(packed, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor)
     assert type(mapped) is type(packed)

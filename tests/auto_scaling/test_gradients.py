@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -23,12 +23,7 @@ def scaled(function: Callable[[], Any]) -> Any:
     seen: list[float] = []
     watch: Any = runtime_of(handle).optimizers.watch
     told = watch.loss_scaled
-
-    def loss_scaled(loss: Tensor, scale: Any) -> None:
-        seen.append(float(scale))
-        told(loss, scale)
-
-    watch.loss_scaled = loss_scaled
+    watch.loss_scaled = lambda loss, scale: (seen.append(float(scale)), told(loss, scale))
     with handle.auto_scale():
         result = function()
     assert seen
@@ -148,6 +143,8 @@ def has_hooks_of_tensors() -> Any:
     seen: list[Any] = []
     hidden = model[0](x).as_subclass(Kind)
     hidden.register_hook(lambda gradient: seen.append(gradient.as_subclass(Tensor).clone()))
+    hidden.register_hook(lambda gradient: -gradient)
+    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
     model[0].weight.register_hook(lambda gradient: gradient * 2)
     for tensor in (hidden, model[2].weight):
         tensor.register_hook(lambda gradient: (gradient.mul_(2), None)[1])
@@ -206,16 +203,6 @@ def looks_at_gradients_from_hooks() -> Any:
         model(x).square().mean().backward()
     optimizer.step()
     return seen, gradients(model), list(model.parameters())
-
-
-def reverses_gradients() -> Any:
-    model, optimizer, x = make()
-    hidden = model[0](x)
-    hidden.register_hook(lambda gradient: -gradient)
-    hidden.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
-    model[2](hidden).sum().backward()
-    optimizer.step()
-    return gradients(model), list(model.parameters())
 
 
 class Adds(nn.Module):
@@ -351,25 +338,17 @@ def has_a_deep_graph() -> Any:
 def runs_backward_in_threads() -> Any:
     model, _optimizer, x = make()
     model[0].weight.register_hook(lambda gradient: gradient * 2)
-    problems: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for _ in range(10):
-                hidden = model[0](x)
-                # So that what is added up has no rounding, in whatever order.
-                hidden.register_hook(lambda gradient: gradient.round())
-                checkpoint(model[1], hidden, use_reentrant=True).sum().round().backward()
-                (model[2].weight.sum() * 3).backward()
-        except BaseException as problem:
-            problems.append(problem)
+    def work(_: int) -> None:
+        for _ in range(10):
+            hidden = model[0](x)
+            # So that what is added up has no rounding, in whatever order.
+            hidden.register_hook(lambda gradient: gradient.round())
+            checkpoint(model[1], hidden, use_reentrant=True).sum().round().backward()
+            (model[2].weight.sum() * 3).backward()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     return model[2].weight.grad, model[0].weight.grad.isfinite().all()
 
 
@@ -393,7 +372,7 @@ PROGRAMS = [
     accumulates, adds_a_group_late, asks_for_gradients_from_hooks, catches_exceptions,
     checkpoints_what_shares_memory, has_a_deep_graph, has_closures, has_double_backward, has_hooks_of_modules,
     has_hooks_of_tensors, has_several_losses, limits_the_inputs, looks_at_gradients_from_hooks, retains_gradients,
-    reverses_gradients, runs_a_pass_within_a_function, runs_backward_in_threads,
+    runs_a_pass_within_a_function, runs_backward_in_threads,
     runs_passes_with_gradients_of_hooks, shares_parameters, steps_what_is_in_no_optimizer,
 ]  # fmt: skip
 
@@ -458,13 +437,9 @@ def test_hooks_of_another_thread_are_left_alone(scaling: AutoScale) -> None:
         image.register_hook(seen.append)
         frozen(image).sum().backward()
 
-    def hook(gradient: Tensor) -> None:
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-
-    model[0].weight.register_hook(hook)
-    model(x).sum().backward()
+    with ThreadPoolExecutor(1) as pool:
+        model[0].weight.register_hook(lambda _: pool.submit(look).result())
+        model(x).sum().backward()
     assert_equal(seen, [frozen.weight])
 
 
