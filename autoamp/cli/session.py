@@ -263,8 +263,8 @@ class Run:
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
-            by_program=now.handle is not self.handle,
-            unmatched=now.patched.unmatched_rules(),
+            by_program=self._now is not self.handle,
+            unmatched={**now.patched.unmatched_rules(), **now.precisions.unmatched()},
             casts_left_to=None if scoped is None else scoped.yielded_to,
             own_dtypes=own,
             parameters=self._parameters,
@@ -293,11 +293,11 @@ class Run:
         """Return the report's values on steps and the loss scale."""
         counts, yielded_to, before = now.optimizers.step_stats, self._scaling.yielded_to, self._inherited
         by_program = bool(counts.own) or counts.own_scale is not None
-        ours = yielded_to is None and (counts.steps > 0 or now.handle is not self.handle)
+        ours = yielded_to is None and (counts.steps > 0 or self._now is not self.handle)
         if by_program:
             yielded_to = "FP16_Optimizer" if counts.own else "torch.amp.GradScaler"
         return {
-            "loss_scale": counts.loss_scale(now.handle.loss_scale) if by_program or ours else None,
+            "loss_scale": counts.loss_scale(self._now.loss_scale) if by_program or ours else None,
             "steps": counts.all - before[0],
             "skipped": counts.skipped - before[1],
             "nonfinite": now.nonfinite.total,

@@ -14,7 +14,7 @@ from torch.nn import Module
 from autoamp.errors import UsageError
 from autoamp.levels.opt_levels import OptLevel
 from autoamp.modules import BufferWrites, ForwardDtypes
-from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, current_runtime, put_handle, runtime_of
+from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, current_handle, put_handle, runtime_of
 from autoamp.scaling import LossScaler
 from autoamp.stepping import check_half_model
 
@@ -51,14 +51,15 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
     Raises:
         UsageError: Torch is patched for the models of an earlier call, in another way. Nothing was changed.
     """
-    runtime, level = _runtime_for(setup, models, optimizers), setup.level
+    handle, level = _handle_for(setup, models, optimizers), setup.level
+    runtime = runtime_of(handle)
     try:
         if level.casts_models or (level.cast_model_type is None and not level.master_weights):
             check_half_model(models, level.name, masters=level.master_weights)
         for model in models:
             _set_up_model(runtime, setup, model)
         runtime.optimizers.use_scalers(setup.scalers, optimizers)
-        put_handle(runtime.handle)
+        put_handle(handle)
         for model in () if level.casts_models else models:
             runtime.precisions.override_paths(model)
         for optimizer in optimizers:
@@ -89,17 +90,18 @@ def end(models: Sequence[Module]) -> None:
 
 def _earlier_setups(models: Sequence[Module]) -> dict[Module, Setup]:
     """Return what earlier calls set up, by model, but for models that share a module with these."""
-    runtime = current_runtime()
-    if runtime is None or not runtime.setups:
+    handle = current_handle()
+    setups = {} if handle is None else runtime_of(handle).setups
+    if not setups:
         return {}
     # A model that nothing but reference cycles keeps alive would count as one in use.
     gc.collect()
     named = {module for model in models for module in model.modules()}
-    return {model: setup for model, setup in runtime.setups.items() if named.isdisjoint(model.modules())}
+    return {model: setup for model, setup in setups.items() if named.isdisjoint(model.modules())}
 
 
-def _runtime_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) -> Runtime:
-    """Return what drives the handle: that of earlier calls whose models are in use, else a new one; not active yet."""
+def _handle_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) -> Handle:
+    """Return the handle of earlier calls whose models are in use, else a new one; not active yet."""
     earlier = _earlier_setups(models)
     setups = [*earlier.values(), setup]
     # A level that does not patch torch leaves it as an earlier call has it.
@@ -113,21 +115,22 @@ def _runtime_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[An
         on_nonfinite=setup.settings.on_nonfinite,
     )
     on = any(one.on for one in setups)
-    runtime = current_runtime()
-    if runtime is None or not earlier:
+    handle = current_handle()
+    if handle is None or not earlier:
         put_handle(None)
-        runtime = runtime_of(Handle(settings, on=on, scalers=setup.scalers))
+        handle = Handle(settings, on=on, scalers=setup.scalers)
     else:
-        runtime.grow(settings, models, optimizers, on=on)
+        runtime_of(handle).grow(settings, models, optimizers, on=on)
     shared = next((one.scalers for one in earlier.values() if one.key == setup.key), None)
     if shared is not None:
         # The scalers that earlier calls share begin anew too, as with Apex: a later training does not go on at the
         # scale of an earlier one whose model is still alive.
         shared[: len(setup.scalers)] = setup.scalers
         setup.scalers = shared
+    runtime = runtime_of(handle)
     runtime.optimizers.loss_scalers.forget_but(scaler for one in setups for scaler in one.scalers)
     runtime.setups = weakref.WeakKeyDictionary({**earlier, **dict.fromkeys(models, setup)})
-    return runtime
+    return handle
 
 
 def _refuse_other_patches(earlier: Settings, now: Settings) -> None:

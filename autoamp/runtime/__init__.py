@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.runtime.active import current_handle, current_runtime, needed_handle, put_handle
+from autoamp.runtime.active import activated, current_handle, current_runtime, needed_handle, put_handle
 from autoamp.runtime.api import (
     Region,
     disable_casts,
@@ -17,7 +17,7 @@ from autoamp.runtime.api import (
 )
 from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.no_op import NoOpHandle
-from autoamp.runtime.runtime import Runtime, activated, suspended
+from autoamp.runtime.runtime import Runtime, suspended
 from autoamp.runtime.settings import OnNonfinite, Settings, check_device, device_type_of
 
 __all__ = [

@@ -9,11 +9,15 @@ from typing import Any
 
 from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
+from autoamp.runtime.dtype_notes import add_dtype_note
 from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import announce_disabled, announce_enabled
+
+activated: list[Callable[[Handle], object]] = []
+"""Called with a handle whose patches were put in place: by `init`, `initialize` or at the beginning of a region."""
 
 
 class ActiveHandles:
@@ -117,10 +121,13 @@ class ActiveHandles:
             raise
 
     def _activate(self, handle: Handle) -> None:
-        # Set before `activate`, whose listeners look for it here.
-        self._handle = handle
-        self.registry.use(runtime_of(handle).casts)
-        runtime_of(handle).activate(self.registry.targets())
+        # Set before the listeners are called, which look for it here.
+        self._handle, run = handle, runtime_of(handle)
+        run.casts.explain = lambda error: add_dtype_note(error, run)
+        self.registry.use(run.casts)
+        run.activate(self.registry.targets())
+        for listener in activated.copy():
+            listener(handle)
 
     def register(self, module: Any, name: str, policy: CastPolicy) -> None:
         """Put ``module.name`` under a policy, now and for handles to come."""

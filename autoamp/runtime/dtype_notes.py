@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.rules import CastPolicy, ModulePrecision, located
+from autoamp.runtime.runtime import Runtime
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import MODULES_OF_NORMS
 
@@ -29,7 +30,7 @@ _ABOUT_DTYPES = re.compile(
 _INTEGERS = re.compile(r"(?i)\b(u?int\d*|long|bool(?! or float)|byte|char|short)(tensor)?\b")
 
 
-def add_dtype_note(error: BaseException, runtime: Any) -> None:
+def add_dtype_note(error: BaseException, runtime: Runtime) -> None:
     """Add a note to torch's error about half tensors, once. Other exceptions stay as they are.
 
     Args:
@@ -63,7 +64,7 @@ class _Failure:
         has_half_state: Whether one of these is on the line that failed.
     """
 
-    def __init__(self, error: BaseException, runtime: Any) -> None:
+    def __init__(self, error: BaseException, runtime: Runtime) -> None:
         within: Any = inspect.getinnerframes(error.__traceback__, 0)  # type: ignore[arg-type]
         frames: Any = [*reversed(inspect.getouterframes(within[0].frame.f_back, 0)), *within]
         self.runtime, site = runtime, next(one for one in reversed(frames) if not _is_ours(one))
@@ -80,7 +81,8 @@ class _Failure:
         self.fp32: Module | None = None
         forward = runtime.models.forward_dtypes
         for module in self.modules:
-            inputs = getattr(forward.values.get(forward.find(module)), "inputs", None)
+            tag = forward.find(module)
+            inputs = None if tag is None else forward.values[tag].inputs
             precision = None if self.root is not None else runtime.precisions.get(module)
             if inputs in HALF_DTYPES:
                 self.root, self.fp32 = self.root or module, None

@@ -1,4 +1,4 @@
-"""The patches of one runtime: a table's targets, the module call and others, put in place together or not at all."""
+"""The patches of one handle: a table's targets, the module call and others, put in place together or not at all."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 import torch
 
 from autoamp import ops, torch_private
+from autoamp.diagnostics import Observation
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.patching import CompilerTables, PatchSet, mark, name_by
 from autoamp.program import Subscriber
 from autoamp.rules import CastPolicy, CastRule
+from autoamp.runtime.settings import Settings
+from autoamp.stepping import GuardedOptimizers
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ class PatchedTorch:
     """Torch with the patches of a runtime in place, or without.
 
     Args:
-        runtime: Whose casts, models, optimizers and diagnostics the patches serve.
+        optimizers: Have the casts that the replacements make, and the events of the program.
 
     Attributes:
         in_place: Whether torch is patched.
@@ -34,10 +37,13 @@ class PatchedTorch:
         patches: What was replaced.
     """
 
-    def __init__(self, runtime: Any) -> None:
+    _settings: Settings
+    _observation: Observation
+
+    def __init__(self, optimizers: GuardedOptimizers) -> None:
         self.in_place = False
         self.skipped_rules: tuple[CastRule, ...] = ()
-        self._runtime = runtime
+        self._optimizers = optimizers
         self.patches = PatchSet()
         self._compilers = CompilerTables()
         self._registered: list[ops.Target] = []
@@ -48,16 +54,22 @@ class PatchedTorch:
 
     # -- putting patches in place, and taking them back --
 
-    def patch(self, registered: Sequence[ops.Target]) -> None:
-        """Put the patches in place. If one fails torch is left as it was."""
-        run = self._runtime
-        casts, settings = run.casts, run.settings
+    def patch(self, settings: Settings, observation: Observation, registered: Sequence[ops.Target]) -> None:
+        """Put the patches in place. If one fails torch is left as it was.
+
+        Args:
+            settings: Those of the handle: its lists, and how they are applied.
+            observation: Is told of each call of a replacement, if it has observers.
+            registered: The registrations, which take precedence over the lists.
+        """
+        casts, program = self._optimizers.casts, self._optimizers.program
+        self._settings, self._observation = settings, observation
         expansion = ops.expand(settings.table)
         with _one_at_a_time:
             casts.open()
             try:
                 with self.patches.all_or_nothing():
-                    functions = run.optimizers.program.patch(self.patches, ops.unlisted_functions(casts))
+                    functions = program.patch(self.patches, ops.unlisted_functions(casts))
                     for original, replacement in functions.values():
                         self._compilers.add(original, replacement)
                     # One target for each attribute, the last: a registration goes before the lists.
@@ -72,7 +84,7 @@ class PatchedTorch:
                 raise
             self.in_place = True
         self._registered, self.skipped_rules = list(registered), expansion.skipped
-        run.optimizers.program.tell(Subscriber.started)
+        program.tell(Subscriber.started)
         log.log(
             # A program that has not set up logging shows warnings alone.
             logging.WARNING if settings.verbose else logging.DEBUG,
@@ -88,13 +100,12 @@ class PatchedTorch:
                 # Another thread has restored torch since.
                 return ()
             self.in_place = False
-            run = self._runtime
-            run.casts.shut()
-            run.optimizers.program.tell(Subscriber.stopped)
+            self._optimizers.casts.shut()
+            self._optimizers.program.tell(Subscriber.stopped)
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
-        self._runtime.optimizers.program.restore()
+        self._optimizers.program.restore()
         foreign = self.patches.restore()
         self._compilers.forget()
         self._built.clear()
@@ -102,10 +113,10 @@ class PatchedTorch:
         return foreign
 
     def patch_anew(self) -> None:
-        """Take the patches back and put them in place again, as the state of the runtime asks for now."""
+        """Take the patches back and put them in place again, for other observers."""
         if self.in_place:
             self.restore()
-            self.patch(self._registered)
+            self.patch(self._settings, self._observation, self._registered)
 
     def add(self, target: ops.Target) -> None:
         """Patch one more target, now and when torch is patched anew."""
@@ -126,7 +137,7 @@ class PatchedTorch:
                 replacement = self._replacement(target)
                 self.patches.replace(target.parent, target.attribute, replacement)
                 pairs.append((target, replacement))
-        if self._runtime.settings.rebind:
+        if self._settings.rebind:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
             self.patches.rebind({**wanted, **functions}, ops.owns_its_names)
         for target, replacement in pairs:
@@ -135,19 +146,19 @@ class PatchedTorch:
             torch_private.forget_compiled_code()
 
     def _replacement(self, target: ops.Target) -> Any:
-        run, rule = self._runtime, target.rule
+        rule, settings, observation = target.rule, self._settings, self._observation
         key = (id(target.original), rule.policy, id(target.functional))
         if key not in self._built:
-            if run.settings.casts_models and rule.origin.shipped:
+            if settings.casts_models and rule.origin.shipped:
                 replacement = ops.build_for_half_models(target.original)
             else:
                 replacement = ops.build_replacement(
-                    target.original, rule.policy, run.casts,
+                    target.original, rule.policy, self._optimizers.casts,
                     module=target.module, qualname=target.qualname, functional=target.functional,
-                    remedy=rule.remedy, allow_banned=run.settings.allow_banned,
+                    remedy=rule.remedy, allow_banned=settings.allow_banned,
                 )  # fmt: skip
-            if run.observation.observers:
-                replacement = run.observation.watched(replacement, target)
+            if observation.observers:
+                replacement = observation.watched(replacement, target)
             # With its target, which keeps the objects alive whose ids are in the key.
             self._built[key] = (target, mark(replacement, target.original))
             self._compilers.add(target.original, replacement)
@@ -180,7 +191,6 @@ class PatchedTorch:
         return next((target.rule for target, _ in self._built.values() if target.original is original), None)
 
     def unmatched_rules(self) -> dict[str, str]:
-        """Return what of the user's lists has had no effect so far, by name, each with a message for the user."""
+        """Return the ops of the user's lists that were not patched so far, each with a message for the user."""
         rules = [rule for rule in self._waiting if not rule.origin.shipped]
-        unmet = {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in rules}
-        return {**unmet, **self._runtime.precisions.unmatched()}
+        return {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in rules}

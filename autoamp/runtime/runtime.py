@@ -26,17 +26,13 @@ from autoamp.diagnostics import (
 from autoamp.errors import UsageError, kind_of
 from autoamp.modules import CastModels, ModuleCalls, ModuleCasts, ModulePrecisions
 from autoamp.ops import AutocastRegions, Target
-from autoamp.runtime.dtype_notes import add_dtype_note
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
 from autoamp.stepping import GuardedOptimizers, OptimizerSteps
 
-activated: list[Callable[[Any], object]] = []
-"""Called with a handle whose patches were put in place: by `init`, `initialize` or at the beginning of a region."""
-
-suspended: list[Callable[[Any], object]] = []
-"""Called with a handle whose patches are about to be taken back, for a while or for good."""
+suspended: list[Callable[[], object]] = []
+"""Called when the patches of the active handle are about to be taken back, for a while or for good."""
 
 
 class Runtime:
@@ -44,7 +40,6 @@ class Runtime:
 
     Attributes:
         settings: The settings of the handle.
-        handle: The handle that it serves, which those in `activated` and `suspended` get.
         precisions: Which modules run in a precision of their own.
         models: The models that it set up: those in half precision, and those whose inputs or outputs are cast.
         optimizers: The optimizers that it guards, and the loss scalers.
@@ -61,28 +56,21 @@ class Runtime:
         auto_scaling: What `Handle.auto_scale` starts.
     """
 
-    def __init__(self, settings: Settings, handle: Any, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
-        self.handle = handle
+    def __init__(self, settings: Settings, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
         self.models = CastModels()
         self.optimizers = GuardedOptimizers(
-            self._casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
+            _casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
         self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
         self.followers = Followers()
         self.auto_scaling = AutoScale(self.optimizers)
         self._apply(settings)
-        self.patched = PatchedTorch(self)
+        self.patched = PatchedTorch(self.optimizers)
         self.call_counts: Counts | None = None
         self.half_losses: HalfLosses | None = None
         self.recording: ReportRecording | None = None
         self.ended = False
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
-
-    def _casts_for(self, settings: Settings, on: bool) -> CastState:
-        kind = functools.partial(CastState, on=on) if settings.scope == "global" else ModuleCasts
-        casts = kind(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
-        casts.explain = lambda error: add_dtype_note(error, self)
-        return casts
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
@@ -128,17 +116,15 @@ class Runtime:
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
-        self.patched.patch(registered)
+        self.patched.patch(self.settings, self.observation, registered)
         self.ended = False
-        for listener in activated.copy():
-            listener(self.handle)
 
     def suspend(self) -> tuple[str, ...]:
         """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""
         if not self.patched.in_place:
             return ()
         for listener in suspended.copy():
-            listener(self.handle)
+            listener()
         self.overflows.close()
         return self.patched.restore()
 
@@ -176,7 +162,7 @@ class Runtime:
         self._end_diagnostics()
         self._let_go(models, optimizers)
         precisions = self.precisions
-        self.optimizers.casts = self._casts_for(settings, on)
+        self.optimizers.casts = _casts_for(settings, on)
         self._apply(settings)
         self.precisions.join(precisions)
         self.optimizers.models_with_masters.clear()
@@ -208,3 +194,8 @@ class Runtime:
         """Stop reporting to this observer."""
         if self.observation.remove(observer) and not self.observation.observers:
             self.patched.patch_anew()
+
+
+def _casts_for(settings: Settings, on: bool) -> CastState:
+    kind = functools.partial(CastState, on=on) if settings.scope == "global" else ModuleCasts
+    return kind(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)

@@ -28,7 +28,7 @@ class TrainingHandle:
     """The part of a handle that casts, scales losses and guards steps."""
 
     def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
-        self._runtime = Runtime(settings, self, on=on, scalers=scalers)
+        self._runtime = Runtime(settings, on=on, scalers=scalers)
 
     @property
     def _active_runtime(self) -> Runtime:
@@ -89,8 +89,6 @@ class TrainingHandle:
     def late_bound(self) -> tuple[str, ...]:
         """The names that other modules imported from torch before ``init()``, and that ``init()`` rebound."""
         return self._runtime.patched.patches.late_bound
-
-    # -- diagnostics --
 
     # -- casts --
 

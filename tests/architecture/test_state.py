@@ -23,7 +23,7 @@ STATE = {
     "patching/patches.py writing": "patches are written to objects that all threads share",
     "runtime/active.py handles": "a process has one torch, so one handle patches it",
     "runtime/patched_torch.py _one_at_a_time": "threads patch and restore one torch",
-    "runtime/runtime.py activated": "packages above hear of handles that are not made yet",
+    "runtime/active.py activated": "packages above hear of handles that are not made yet",
     "runtime/runtime.py suspended": "as activated",
     "scaling/sync.py _made": "a process group is a collective to make, and lives as long as the process",
     "stepping/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",

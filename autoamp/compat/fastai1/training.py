@@ -53,7 +53,7 @@ class _Training:
         self._patches = PatchSet()
         self._of_to_fp16 = PatchSet()
         activated.append(lambda _: self._patch())
-        suspended.append(lambda _: self._restore())
+        suspended.append(self._restore)
 
     def watch(self) -> None:
         """Patch fastai, now or once it is imported, if a handle is active then."""
