@@ -66,7 +66,7 @@ def _surveyed(program_runs: Callable[[], None], run: Run, spec: dict[str, Any]) 
 
         def begin(handle: BaseHandle) -> None:
             surveyors.append(Surveyor(handle, steps=spec["steps"], seconds=spec["seconds"]))
-            stack.enter_context(surveyors[-1].observing())
+            stack.enter_context(surveyors[-1])
 
         stack.callback(run.follow(begin))
         with contextlib.suppress(SurveyEnded, SystemExit):

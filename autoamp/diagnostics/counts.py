@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.casting import CastState, dtype_with_sparse
-from autoamp.diagnostics.observer import Call, Observer, Watch
+from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 
@@ -28,13 +28,12 @@ class Counts(Observer, Watch):
     `disable_casts`. The numbers stay after `stop`.
 
     Args:
-        casts: The state that replacements read; None for a sum of counts.
-        on_stop: Called once by `stop`, with the counts.
+        observation: Reports the calls to it; None for a sum of counts.
     """
 
-    def __init__(self, casts: CastState | None = None, on_stop: Callable[[Counts], object] | None = None) -> None:
-        super().__init__(None if on_stop is None else functools.partial(on_stop, self))
-        self._casts_of_handle = casts
+    def __init__(self, observation: Observation | None = None) -> None:
+        super().__init__(None if observation is None else lambda: observation.remove(self))
+        self._casts_of_handle = None if observation is None else observation.casts
         self._lock = threading.Lock()
         self._ops: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._casts: Counter[tuple[str, str]] = Counter()

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, kind_of
 from autoamp.ops import Target
 from autoamp.program import Subscriber
 from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of
@@ -112,7 +112,7 @@ class Watch:
 
 
 class _Thread(threading.local):
-    """The state of a thread.
+    """The calls that run in a thread.
 
     Attributes:
         modules: The modules whose calls are running, outermost first.
@@ -128,33 +128,45 @@ class _Thread(threading.local):
 class Observation(Subscriber):
     """The observers of one handle, and the layer above replacements that calls them.
 
+    Args:
+        casts: How the handle casts.
+        patch_anew: Installs the replacements again. Called when the first observer begins and when the last one ends.
+
     Attributes:
+        casts: As given.
         observers: The observers, in the order in which their `before` is called. `after` is called in reverse.
+        here: What runs in the current thread: its innermost ``call`` of a patched function, and its ``modules``.
         on_model: Called before each outermost module call; None for nothing.
     """
 
-    def __init__(self, casts: CastState) -> None:
+    def __init__(self, casts: CastState, patch_anew: Callable[[], object]) -> None:
+        self.casts = casts
         self.observers: tuple[Observer, ...] = ()
+        self.here = _Thread()
         self.on_model: Callable[[], object] | None = None
-        self._casts = casts
-        self._thread = _Thread()
+        self._patch_anew = patch_anew
         self._paths = ModulePaths()
         self._lock = threading.Lock()
 
-    def add(self, observer: Observer) -> None:
-        """Report calls to an observer from now on."""
+    def observe(self, observer: Observer) -> Watch:
+        """Report calls to an observer until the returned object ends it; see `autoamp.Handle.observe`."""
+        if not isinstance(observer, Observer):
+            raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
         with self._lock:
             self.observers = (*self.observers, observer)
+        if len(self.observers) == 1:
+            self._patch_anew()
+        return Watch(lambda: self.remove(observer))
 
-    def remove(self, observer: Observer) -> bool:
-        """Report calls to an observer no more. Return False if none were reported to it."""
+    def remove(self, observer: Observer) -> None:
+        """Report calls to an observer no more."""
         with self._lock:
-            left = tuple(other for other in self.observers if other is not observer)
-            found = len(left) < len(self.observers)
-            self.observers = left
-        if found:
+            before = self.observers
+            self.observers = tuple(other for other in before if other is not observer)
+        if len(self.observers) < len(before):
             observer.ended()
-        return found
+            if not self.observers:
+                self._patch_anew()
 
     def end(self) -> None:
         """Remove all observers."""
@@ -163,7 +175,7 @@ class Observation(Subscriber):
 
     def site_here(self) -> CallSite:
         """Return the site at which this thread is, for operators that no patched function called."""
-        return self.site_of(sys._getframe(1), self._thread.modules)
+        return self.site_of(sys._getframe(1), self.here.modules)
 
     def site_of(self, frame: types.FrameType | None, modules: tuple[Module, ...]) -> CallSite:
         """Return the site of the innermost module, and of the first frame of the program.
@@ -172,24 +184,14 @@ class Observation(Subscriber):
             frame: Where the search for a frame of the program begins, outwards; None for no line.
             modules: The modules whose calls run, the outermost first.
         """
-        path = self._paths.find(modules)
         frame = user_frame(frame)
-        return CallSite(*path, *((None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)))
-
-    @property
-    def call(self) -> Call | None:
-        """The innermost running call of a patched function in this thread."""
-        return self._thread.call
-
-    @property
-    def paused(self) -> bool:
-        """Whether calls of this thread are not reported, as those that an observer makes."""
-        return self._thread.paused
+        line = (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+        return CallSite(*self._paths.find(modules), *line)
 
     @contextlib.contextmanager
     def unobserved(self) -> Iterator[None]:
         """Within a ``with`` statement, report no call of this thread to observers."""
-        thread = self._thread
+        thread = self.here
         before, thread.paused = thread.paused, True
         try:
             yield
@@ -199,7 +201,7 @@ class Observation(Subscriber):
     @contextlib.contextmanager
     def only(self, observer: Observer) -> Iterator[None]:
         """Within a ``with`` statement, report calls to one of the observers alone."""
-        thread, others = self._thread, self.observers
+        thread, others = self.here, self.observers
         paused, thread.paused, self.observers = thread.paused, False, (observer,)
         try:
             yield
@@ -209,7 +211,7 @@ class Observation(Subscriber):
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Within a ``with`` statement, cast nothing in this thread, and report no call of it."""
-        with self._casts.switched(False), self.unobserved():
+        with self.casts.switched(False), self.unobserved():
             yield
 
     def watched(self, replacement: Any, op: Target) -> Any:
@@ -221,13 +223,13 @@ class Observation(Subscriber):
         """
         if isinstance(replacement, (staticmethod, classmethod)):
             return type(replacement)(self.watched(replacement.__func__, op))
-        compiling, thread = torch.compiler.is_compiling, self._thread
+        compiling, thread = torch.compiler.is_compiling, self.here
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if compiling() or thread.paused or not self.observers:
                 return replacement(*args, **kwargs)
             observers, outer = self.observers, thread.call
-            casting = self._casts.wants(args, kwargs)
+            casting = self.casts.wants(args, kwargs)
             call = Call(op, args, kwargs, casting, outer, thread.modules, sys._getframe(1), self)
             with self.quietly():
                 states = [(observer, observer.before(call)) for observer in observers]
@@ -254,7 +256,7 @@ class Observation(Subscriber):
         """Return a replacement of ``torch.nn.Module.__call__`` that keeps the running module calls of each thread."""
         if not self.observers:
             return replacement
-        compiling, thread, observation = torch.compiler.is_compiling, self._thread, self
+        compiling, thread, observation = torch.compiler.is_compiling, self.here, self
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
             if compiling():
@@ -277,13 +279,11 @@ class OperatorObserver(Observer):
     The operators come from a `TorchDispatchMode` below torch's autocast. It sees nothing of compiled code.
 
     Args:
-        observation: Knows where calls are made.
-        start: Starts an observer: ``handle.observe``.
+        observation: The observers of the handle.
     """
 
-    def __init__(self, observation: Observation, start: Callable[[Observer], Watch]) -> None:
+    def __init__(self, observation: Observation) -> None:
         self._observation = observation
-        self._start = start
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -296,8 +296,27 @@ class OperatorObserver(Observer):
         self._stack.close()
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(self._start(self))
-        stack.enter_context(self._operator_mode())
+        """Enter the contexts of the ``with`` statement: `saw` is called after each operator of the program.
+
+        Raises:
+            UsageError: This torch has no modes that show operators.
+        """
+        if OperatorMode is None:
+            raise UsageError(
+                "expected torch.utils._python_dispatch.TorchDispatchMode, which shows operators; torch "
+                f"{torch.__version__} lacks it. handle.count() works without it"
+            )
+        here, saw = self._observation.here, self.saw
+
+        class Mode(OperatorMode):  # type: ignore[misc]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                if not here.paused:
+                    saw(func, args, kwargs or {}, result)
+                return result
+
+        stack.enter_context(self._observation.observe(self))
+        stack.enter_context(Mode())
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> object:
         """An operator of the program returned. A subclass overrides this.
@@ -308,25 +327,3 @@ class OperatorObserver(Observer):
             kwargs: Its named arguments.
             result: What it returned: tensors, or nested containers of them.
         """
-
-    def _operator_mode(self) -> Any:
-        """Return a mode that calls `saw` after each operator of this thread, those of observers left out.
-
-        Raises:
-            UsageError: This torch has no such modes.
-        """
-        if OperatorMode is None:
-            raise UsageError(
-                "expected torch.utils._python_dispatch.TorchDispatchMode, which shows operators; torch "
-                f"{torch.__version__} lacks it. handle.count() works without it"
-            )
-        observer = self
-
-        class Mode(OperatorMode):  # type: ignore[misc]
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                if not observer._observation.paused:
-                    observer.saw(func, args, kwargs or {}, result)
-                return result
-
-        return Mode()

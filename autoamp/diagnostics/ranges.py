@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite, in_scaling
 from autoamp.diagnostics.exponents import FORMATS, Exponents, readable_tensors
-from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
+from autoamp.diagnostics.observer import Call, Observation, OperatorObserver
 from autoamp.diagnostics.tables import as_table
 from autoamp.program import listen
 from autoamp.scaling import local_of
@@ -89,22 +88,23 @@ class ValueProfile(OperatorObserver):
     are not counted.
 
     Args:
-        observation: Knows where calls are made.
-        start: Starts an observer.
+        observation: The observers of the handle.
 
     Attributes:
         gradients: The exponents of each parameter's gradient, by its name.
+        steps: How many steps optimizers made.
     """
 
-    def __init__(self, observation: Observation, start: Callable[[Observer], Watch]) -> None:
-        super().__init__(observation, start)
+    def __init__(self, observation: Observation) -> None:
+        super().__init__(observation)
         self.gradients: dict[str, Exponents] = {}
+        self.steps = 0
         self._ops: dict[tuple[str, CallSite], OpRange] = {}
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         self._stepping = False
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(listen(optimizer_called=self._before_step))
+        stack.enter_context(listen(optimizer_called=self._before_step, optimizer_returned=self._after_step))
         super()._enter(stack)
 
     def before(self, call: Call) -> None:
@@ -131,7 +131,7 @@ class ValueProfile(OperatorObserver):
             return None
         if in_scaling(sys._getframe(1)):
             return None
-        site, call = self._observation.site_here(), self._observation.call
+        site, call = self._observation.site_here(), self._observation.here.call
         row = self._ops.get((name, site))
         if row is None:
             row = self._ops[name, site] = OpRange(name, None if call is None else call.op.name, site)
@@ -144,6 +144,10 @@ class ValueProfile(OperatorObserver):
         """Count the gradients that an optimizer is about to use, and no operator until its step has ended."""
         self._stepping = True
         self._read_gradients([param for group in optimizer.param_groups for param in group["params"]])
+
+    def _after_step(self, *_: Any) -> None:
+        self._stepping = False
+        self.steps += 1
 
     def tables(self, scale_exponent: int = 0) -> dict[str, list[dict[str, Any]]]:
         """Return ``ops`` and ``gradients`` as rows of plain values.
@@ -172,9 +176,7 @@ class RangeProfile(ValueProfile):
     Gradients are counted when an optimizer steps, unscaled; without a step, at the end of the statement.
 
     Args:
-        casts: Casts of this thread, which are off meanwhile.
-        observation: Knows where calls are made.
-        start: Starts an observer.
+        observation: The observers of the handle.
         scale_of: Returns the present loss scale.
 
     Attributes:
@@ -183,22 +185,13 @@ class RangeProfile(ValueProfile):
         steps: How many steps optimizers made.
     """
 
-    def __init__(
-        self,
-        casts: CastState,
-        observation: Observation,
-        start: Callable[[Observer], Watch],
-        scale_of: Callable[[], float],
-    ) -> None:
-        super().__init__(observation, start)
+    def __init__(self, observation: Observation, scale_of: Callable[[], float]) -> None:
+        super().__init__(observation)
         self.loss_scale = 1.0
-        self.steps = 0
-        self._casts = casts
         self._scale_of = scale_of
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(self._casts.switched(False, forced_off=True))
-        stack.enter_context(listen(optimizer_returned=self._after_step))
+        stack.enter_context(self._observation.casts.switched(False, forced_off=True))
         super()._enter(stack)
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -228,10 +221,6 @@ class RangeProfile(ValueProfile):
                 again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
                 worst = max(map(relative_error, readable_tensors(again), outputs), default=0.0)
                 row.errors[dtype_name(dtype)] = max(worst, row.errors.get(dtype_name(dtype), 0.0))
-
-    def _after_step(self, *_: Any) -> None:
-        self._stepping = False
-        self.steps += 1
 
     # -- what it says --
 

@@ -7,19 +7,17 @@ casts make, so casts are counted where they are made. The mode also sees ops on 
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.counts import floating_tensors, target_of
-from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
+from autoamp.diagnostics.observer import Call, Observation, OperatorObserver
 from autoamp.diagnostics.tables import as_table
 from autoamp.rules import CastRule
 from autoamp.tensors import dtype_name, iter_tensors
@@ -89,23 +87,12 @@ class _RunningCall:
     Attributes:
         row: Where it is counted.
         to_cast: The ids of the arguments that the policy casts. torch's kernels may copy others for themselves.
-        outer: The running call around this one.
         casts: The number of these arguments that were cast.
     """
 
     row: Row
     to_cast: frozenset[int]
-    outer: _RunningCall | None
     casts: int = 0
-
-
-class _Running(threading.local):
-    """The innermost call of a listed function that runs in a thread.
-
-    The threads in which torch runs the backward passes of several GPUs inherit the dispatch mode.
-    """
-
-    call: _RunningCall | None = None
 
 
 class CastTrace(OperatorObserver):
@@ -115,16 +102,14 @@ class CastTrace(OperatorObserver):
     passes of casts.
 
     Args:
-        casts: The state that replacements read.
-        observation: Knows where calls are made.
-        start: Starts an observer.
+        observation: The observers of the handle.
     """
 
-    def __init__(self, casts: CastState, observation: Observation, start: Callable[[Observer], Watch]) -> None:
-        super().__init__(observation, start)
-        self._casts = casts
+    def __init__(self, observation: Observation) -> None:
+        super().__init__(observation)
+        self._casts = observation.casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
-        self._running = _Running()
+        self._running: dict[Call, _RunningCall] = {}
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -138,31 +123,28 @@ class CastTrace(OperatorObserver):
 
     # -- listed ops --
 
-    def before(self, call: Call) -> _RunningCall | None:
+    def before(self, call: Call) -> None:
         """Begin to count the casts of a call."""
         tensors = floating_tensors(call) if call.casting else []
         # Without the mode this is another thread, or the trace has just ended.
         if not tensors or not dispatch_modes():
-            return None
+            return
         target = target_of(tensors, call.op.rule.policy, self._casts)
         to_cast = [t for t in tensors if target is not None and self._casts.eligible(t) and t.dtype is not target]
         row = self._row(call.op.name, call.site, call.op.rule)
-        self._running.call = _RunningCall(row, frozenset(map(id, to_cast)), self._running.call)
-        return self._running.call
+        self._running[call] = _RunningCall(row, frozenset(map(id, to_cast)))
 
-    def after(self, call: Call, state: _RunningCall | None, result: Any) -> None:
+    def after(self, call: Call, state: None, result: Any) -> None:
         """Count a call."""
-        if state is None:
-            return
-        self._running.call = state.outer
-        outputs = [t for t in iter_tensors(result) if t.is_floating_point() or t.is_complex()]
-        state.row.add_call(floating_tensors(call), outputs)
-        state.row.spared += max(0, len(state.to_cast) - state.casts)
+        running = self._running.pop(call, None)
+        if running is not None:
+            outputs = [t for t in iter_tensors(result) if t.is_floating_point() or t.is_complex()]
+            running.row.add_call(floating_tensors(call), outputs)
+            running.row.spared += max(0, len(running.to_cast) - running.casts)
 
-    def failed(self, call: Call, state: _RunningCall | None, error: BaseException) -> None:
+    def failed(self, call: Call, state: None, error: BaseException) -> None:
         """Forget a call that raised an exception."""
-        if state is not None:
-            self._running.call = state.outer
+        self._running.pop(call, None)
 
     def _row(self, op: str, site: CallSite, rule: CastRule | None) -> Row:
         """Return the row of an op at a line, a new one the first time."""
@@ -177,20 +159,21 @@ class CastTrace(OperatorObserver):
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note an operator."""
-        call = self._running.call
-        if call is None and current_graph_task() != -1:
-            # In a backward pass only the calls that a checkpoint recomputes are traced.
-            return
+        call = self._observation.here.call
+        while call is not None and call not in self._running:
+            call = call.outer
         name = func.name().partition(".")[0]
-        if call is None:
-            if name not in _COPIES:
-                self._saw_unlisted(name, args, kwargs, result)
-        elif name in _COPIES and id(args[0]) in call.to_cast:
+        if call is not None:
+            running = self._running[call]
             # An in-place form casts its argument, and copies its result back to it.
-            source = args[0] if name in _CASTS else args[1]
-            if source.dtype is not result.dtype and result.is_floating_point():
-                call.casts += name in _CASTS
-                call.row.add_cast(result.nbytes)
+            if name in _COPIES and id(args[0]) in running.to_cast:
+                source = args[0] if name in _CASTS else args[1]
+                if source.dtype is not result.dtype and result.is_floating_point():
+                    running.casts += name in _CASTS
+                    running.row.add_cast(result.nbytes)
+        # In a backward pass only the calls that a checkpoint recomputes are traced.
+        elif name not in _COPIES and current_graph_task() == -1:
+            self._saw_unlisted(name, args, kwargs, result)
 
     def _saw_unlisted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         tensors = [t for t in iter_tensors((args, kwargs)) if t.is_floating_point()]

@@ -58,7 +58,7 @@ class BaseHandle(TrainingHandle):
         Raises:
             UsageError: The handle is not active, or ``observer`` is not an observer.
         """
-        return self._runtime.observe(observer)
+        return self._active_runtime.observation.observe(observer)
 
     def count(self) -> Counts:
         """Count the calls of listed functions and the casts of their arguments. Costs some microseconds per call.
@@ -71,8 +71,8 @@ class BaseHandle(TrainingHandle):
         """
         run = self._active_runtime
         if run.call_counts is None or not run.call_counts.active:
-            run.call_counts = Counts(run.casts, run.observe_no_more)
-            self.observe(run.call_counts)
+            run.call_counts = Counts(run.observation)
+            run.observation.observe(run.call_counts)
         return run.call_counts
 
     def trace(self) -> CastTrace:
@@ -85,8 +85,7 @@ class BaseHandle(TrainingHandle):
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._active_runtime
-        return CastTrace(run.casts, run.observation, self.observe)
+        return CastTrace(self._active_runtime.observation)
 
     def profile_ranges(self) -> RangeProfile:
         """Profile the ranges of values inside a ``with`` statement. Casts are off in this thread meanwhile.
@@ -97,8 +96,7 @@ class BaseHandle(TrainingHandle):
         Raises:
             UsageError: The handle is not active.
         """
-        run = self._active_runtime
-        return RangeProfile(run.casts, run.observation, self.observe, lambda: self.loss_scale)
+        return RangeProfile(self._active_runtime.observation, lambda: self.loss_scale)
 
     def record(self, *, sample: bool = True) -> ReportRecording:
         """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
@@ -178,10 +176,8 @@ class BaseHandle(TrainingHandle):
                 "model.compile(); pass one that is not"
             )
         run = self._active_runtime
-        check = ConsistencyCheck(
-            model, inputs, named_inputs, run.observation, run.precisions, run.overflows, self.inference
-        )
-        return check.run(self.observe, backend)
+        check = ConsistencyCheck(model, inputs, named_inputs, run.precisions, run.overflows, self.inference)
+        return check.run(backend)
 
     @property
     def last_overflow(self) -> Overflow | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.diagnostics import Followers, Observer, Overflow, ReportRecording, Watch
+from autoamp.diagnostics import Followers, Overflow, ReportRecording
 from autoamp.kernels import Backend
 from autoamp.program import listen
 from autoamp.rules import CastTable
@@ -39,10 +39,6 @@ class NoOpHandle(BaseHandle):
         """Call the functions of `follow` no more."""
         self._listening.close()
         return super().deactivate()
-
-    def observe(self, observer: Observer) -> Watch:
-        """Report nothing: no function is patched."""
-        return Watch(observer.ended)
 
     def record(self, *, sample: bool = True) -> ReportRecording:
         """Return a recording that has ended."""

@@ -18,12 +18,10 @@ from autoamp.diagnostics import (
     HalfLosses,
     NonFiniteSteps,
     Observation,
-    Observer,
     OverflowTrace,
     ReportRecording,
-    Watch,
 )
-from autoamp.errors import UsageError, kind_of
+from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ModuleCalls, ModuleCasts, ModulePrecisions
 from autoamp.ops import AutocastRegions, Target
 from autoamp.runtime.patched_torch import PatchedTorch
@@ -64,8 +62,8 @@ class Runtime:
         self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
         self.followers = Followers()
         self.auto_scaling = AutoScale(self.optimizers)
-        self._apply(settings)
         self.patched = PatchedTorch(self.optimizers)
+        self._apply(settings)
         self.call_counts: Counts | None = None
         self.half_losses: HalfLosses | None = None
         self.recording: ReportRecording | None = None
@@ -75,7 +73,8 @@ class Runtime:
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
         self.precisions = ModulePrecisions(settings.table.modules)
-        self.overflows = OverflowTrace(self.casts, Observation(self.casts), always=settings.trace_overflow)
+        observation = Observation(self.casts, self.patched.patch_anew)
+        self.overflows = OverflowTrace(self.casts, observation, always=settings.trace_overflow)
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
         self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
@@ -177,23 +176,6 @@ class Runtime:
         self.precisions.undo_all(modules)
         self.optimizers.let_go(optimizers, params.values())
         self.models.let_go(self.models.overlapping(models))
-
-    # -- diagnostics --
-
-    def observe(self, observer: Observer) -> Watch:
-        """Report each call of a patched function to an observer; see `Handle.observe`."""
-        self.check_active()
-        if not isinstance(observer, Observer):
-            raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
-        self.observation.add(observer)
-        if len(self.observation.observers) == 1:
-            self.patched.patch_anew()
-        return Watch(lambda: self.observe_no_more(observer))
-
-    def observe_no_more(self, observer: Observer) -> None:
-        """Stop reporting to this observer."""
-        if self.observation.remove(observer) and not self.observation.observers:
-            self.patched.patch_anew()
 
 
 def _casts_for(settings: Settings, on: bool) -> CastState:

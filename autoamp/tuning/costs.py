@@ -9,7 +9,7 @@ VARIANTS = ("fp32", "half", "half_cast")
 """How an op is timed: in fp32; in half; in half on fp32 arguments, its result cast back."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Use:
     """The calls of one op at one place with arguments of the same shapes.
 
@@ -17,29 +17,29 @@ class Use:
         op: The function's dotted name, or torch's name of an operator that no list casts.
         target: How a list names it.
         policy: The policy in force, ``"unlisted"`` if there is none.
-        calls: How often it was called while the survey ran.
         module_class: The dotted name of the innermost module's class, None outside of modules.
         location: ``"file:line"`` of the call.
+        module: The path of the innermost module in the outermost one; None if it has modules within, and outside of
+            modules.
+        calls: How often it was called while the survey ran.
         seconds: The time of a call by `VARIANTS`, with its backward pass if gradients are recorded; a variant is absent
             if it cannot be run. None if nothing was timed.
         overflow: How many of its arguments and results overflow in the half dtype.
         largest: The largest binary exponent of these, None if all are 0.
         error: The largest relative error of its operators in the half dtype; None if that is unknown.
-        module: The path of the innermost module in the outermost one; None if it has modules within, and outside of
-            modules.
     """
 
     op: str
     target: str
     policy: str
-    calls: int
     module_class: str | None = None
     location: str | None = None
+    module: str | None = None
+    calls: int = 0
     seconds: Mapping[str, float] | None = None
     overflow: int = 0
     largest: int | None = None
     error: float | None = None
-    module: str | None = None
 
     def total(self, variant: str) -> float | None:
         """Return the seconds of all calls; None if this variant was not timed."""

@@ -11,8 +11,8 @@ import math
 import statistics
 import time
 import timeit
-import weakref
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.diagnostics import Call, CallSite, Exponents, Observer, OpRange, RangeProfile
+from autoamp.diagnostics import Call, CallSite, Exponents, OpRange, RangeProfile
+from autoamp.modules import class_name
 from autoamp.ops import known_ops
-from autoamp.program import listen
-from autoamp.runtime import BaseHandle
+from autoamp.runtime import BaseHandle, runtime_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.tuning.costs import VARIANTS, Survey, Use
 
@@ -57,17 +57,14 @@ def _synchronized_clock() -> float:
 class _Sample:
     """The first call of a use, with copies of its arguments; ``arguments`` is None if there was no room for them."""
 
-    target: str
-    policy: str
-    module_class: str | None
+    use: Use
     function: Any
     arguments: tuple[Any, Any] | None
     elements: int
-    calls: int = 0
 
 
-class Surveyor(Observer):
-    """Observes a program in fp32; `survey` then times the calls that it has seen.
+class Surveyor(RangeProfile):
+    """A range profile of a program that also keeps arguments of its calls; `survey` then times those calls.
 
     Args:
         handle: The active handle; it casts nothing meanwhile.
@@ -76,33 +73,18 @@ class Surveyor(Observer):
     """
 
     def __init__(self, handle: BaseHandle, *, steps: int, seconds: float) -> None:
+        super().__init__(runtime_of(handle).observation, lambda: handle.loss_scale)
         self._handle = handle
-        self._steps = steps
+        self._most_steps = steps
         self._end = time.monotonic() + seconds
         self._samples: dict[_Key, _Sample] = {}
-        # Dotted names of the classes of modules, by their names; None stands for one with modules within.
-        self._classes: dict[str, set[str | None]] = {}
-        # The paths of modules without modules within.
-        self._leaves: set[str] = set()
-        self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
+        # The innermost modules at which calls are made.
+        self._modules: dict[CallSite, Module] = {}
         # Inner calls, by name and place, are part of the outermost.
         self._outer: dict[tuple[str, CallSite], str] = {}
         # The exponents of arguments, by op and place.
-        self._values: dict[tuple[str, CallSite], Exponents] = {}
+        self._values: defaultdict[tuple[str, CallSite], Exponents] = defaultdict(Exponents)
         self._kept = 0
-        self._stepping = False
-        self._ranges: RangeProfile = handle.profile_ranges()
-
-    @contextlib.contextmanager
-    def observing(self) -> Iterator[None]:
-        """Observe the program inside a ``with`` statement."""
-        with (
-            # First, so that its hook has counted a step before ours looks.
-            self._ranges,
-            self._handle.observe(self),
-            listen(optimizer_called=self._before_step, optimizer_returned=self._after_step),
-        ):
-            yield
 
     @property
     def seen(self) -> int:
@@ -115,18 +97,14 @@ class Surveyor(Observer):
         """Count a call, and keep its arguments if it is the first of its kind."""
         if time.monotonic() > self._end:
             raise SurveyEnded
-        if self._stepping:
+        # An optimizer calls functions, and a closure calls modules.
+        if self._stepping and not call.modules:
             return
-        if call.modules and call.modules[0] not in self._roots:
-            self._roots.add(call.modules[0])
-            for path, module in call.modules[0].named_modules():
-                name = None if next(module.children(), None) else _class_of(module)
-                self._leaves.update([] if name is None else [path])
-                self._classes.setdefault(type(module).__name__, set()).add(name)
-        outer = call.outer
-        if outer is not None:
-            while outer.outer is not None:
-                outer = outer.outer
+        super().before(call)
+        outer = call
+        while outer.outer is not None:
+            outer = outer.outer
+        if outer is not call:
             self._outer[call.op.name, call.site] = outer.op.name
             return
         tensors = [t for t in iter_tensors((call.args, call.kwargs)) if t.is_floating_point()]
@@ -134,29 +112,44 @@ class Surveyor(Observer):
             return
         key = call.op.name, call.site, tuple(tensor.shape for tensor in tensors)
         if key not in self._samples:
-            self._values.setdefault(key[:2], Exponents()).add(*tensors)
+            self._values[key[:2]].add(*tensors)
             self._samples[key] = self._sample(call, tensors)
-        self._samples[key].calls += 1
+        self._samples[key].use.calls += 1
+
+    def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
+        """Note the module that an operator is called in."""
+        row = super().saw(func, args, kwargs, result)
+        if row is not None and (modules := self._observation.here.modules):
+            self._modules[row.site] = modules[-1]
+        return row
 
     def _sample(self, call: Call, tensors: list[Tensor]) -> _Sample:
         in_place = call.op.name.endswith("_") and not call.op.name.endswith("__")
         function = call.op.functional if in_place else call.op.original
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        size = sum(tensor.nbytes for tensor in tensors)
         fits = function is not None and self._kept + size <= _MOST_BYTES
         self._kept += size if fits else 0
+        if call.modules:
+            self._modules[call.site] = call.modules[-1]
         return _Sample(
-            call.op.rule.target, call.op.rule.policy.value,
-            _class_of(call.modules[-1]) if call.modules else None, function,
+            self._use(call.op.name, call.op.rule.target, call.op.rule.policy.value, call.site),
+            function,
             map_tensors((call.args, call.kwargs), _copy) if fits else None,
             sum(tensor.numel() for tensor in tensors),
-        )  # fmt: skip
+        )
 
-    def _before_step(self, *_: Any) -> None:
-        self._stepping = True
+    def _use(self, op: str, target: str, policy: str, site: CallSite) -> Use:
+        module = self._modules.get(site)
+        is_leaf = module is not None and next(module.children(), None) is None
+        # A class in fp32 takes the modules within with it.
+        known = module is not None and (is_leaf or policy != "unlisted")
+        # Lists cannot name a module that is registered nowhere.
+        path = site.module if is_leaf and "<" not in (site.module or "") else None
+        return Use(op, target, policy, class_name(type(module)) if known else None, site.location, path)
 
     def _after_step(self, *_: Any) -> None:
-        self._stepping = False
-        if self._ranges.steps >= self._steps:
+        super()._after_step()
+        if self.steps >= self._most_steps:
             raise SurveyEnded
 
     # -- afterwards --
@@ -169,55 +162,42 @@ class Surveyor(Observer):
             timer: Returns the seconds of a call.
         """
         end = time.monotonic() + seconds
-        times: dict[_Key, dict[str, float] | None] = {}
         untimed = 0
-        for key, sample in sorted(self._samples.items(), key=lambda item: -item[1].elements * item[1].calls):
+        for sample in sorted(self._samples.values(), key=lambda one: -one.elements * one.use.calls):
             late = time.monotonic() > end
             untimed += late
-            times[key] = None if late else self._times(sample, timer)
-        rows: dict[tuple[str, CallSite], list[OpRange]] = {}
+            sample.use.seconds = None if late else self._times(sample, timer)
+        rows: defaultdict[tuple[str, CallSite], list[OpRange]] = defaultdict(list)
         unlisted = []
-        for row in self._ranges.ops:
-            if row.within is None:
-                unlisted.append(row)
-            else:
-                name = self._outer.get((row.within, row.site), row.within)
-                rows.setdefault((name, row.site), []).append(row)
-        uses = [self._use(key, times[key], rows.get(key[:2], [])) for key in self._samples]
-        uses += [use for row in unlisted if (use := self._unlisted(row)) is not None]
+        for row in self.ops:
+            target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
+            if row.within is not None:
+                rows[self._outer.get((row.within, row.site), row.within), row.site].append(row)
+            elif target in known_ops():
+                use = self._use(row.op, target, "unlisted", row.site)
+                use.calls = row.calls
+                self._add_ranges(use, [row])
+                unlisted.append(use)
+        for key, sample in self._samples.items():
+            self._add_ranges(sample.use, rows[key[:2]], self._values[key[:2]])
+        uses = (*(sample.use for sample in self._samples.values()), *unlisted)
         settings = self._handle.settings
-        steps = max(1, self._ranges.steps)
-        return Survey(
-            settings.device_type, dtype_name(settings.dtype), str(torch.__version__), steps, tuple(uses), untimed
-        )
+        return Survey(settings.device_type, self._dtype, str(torch.__version__), max(1, self.steps), uses, untimed)
 
-    def _use(self, key: _Key, times: dict[str, float] | None, rows: list[OpRange]) -> Use:
-        op, site, _ = key
-        sample, dtype = self._samples[key], dtype_name(self._handle.settings.dtype)
-        arguments = self._values[op, site]
-        results = max((row.values.in_format(dtype)["overflow"] for row in rows), default=0)
-        largest = (arguments.largest, *(row.values.largest for row in rows))
-        errors = [row.errors[dtype] for row in rows if dtype in row.errors]
-        return Use(
-            op, sample.target, sample.policy, sample.calls, sample.module_class, site.location, times,
-            overflow=results + arguments.in_format(dtype)["overflow"],
-            largest=max((exponent for exponent in largest if exponent is not None), default=None),
-            error=max((math.inf if math.isnan(error) else error for error in errors), default=None),
-            module=site.module if site.module in self._leaves else None,
-        )  # fmt: skip
+    @property
+    def _dtype(self) -> str:
+        return dtype_name(self._handle.settings.dtype)
 
-    def _unlisted(self, row: OpRange) -> Use | None:
-        target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
-        if target not in known_ops():
-            return None
-        dtype = dtype_name(self._handle.settings.dtype)
-        # A class in fp32 takes the modules within with it.
-        classes = self._classes.get(row.site.module_class or "", {None})
-        return Use(
-            row.op, target, "unlisted", row.calls, next(iter(classes)) if len(classes) == 1 else None,
-            row.site.location, overflow=row.values.in_format(dtype)["overflow"], largest=row.values.largest,
-            error=row.errors.get(dtype), module=row.site.module if row.site.module in self._leaves else None,
-        )  # fmt: skip
+    def _add_ranges(self, use: Use, rows: Sequence[OpRange], arguments: Exponents | None = None) -> None:
+        """Tell what half precision does to the results of a use, and to its arguments."""
+        found = [row.values for row in rows]
+        use.overflow = max((values.in_format(self._dtype)["overflow"] for values in found), default=0)
+        if arguments is not None:
+            found.append(arguments)
+            use.overflow += arguments.in_format(self._dtype)["overflow"]
+        use.largest = max((values.largest for values in found if values.largest is not None), default=None)
+        errors = [row.errors[self._dtype] for row in rows if self._dtype in row.errors]
+        use.error = max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
     def _times(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, float] | None:
         if sample.arguments is None:
@@ -260,10 +240,6 @@ def _repeatable(
             torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
 
     return run
-
-
-def _class_of(module: Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

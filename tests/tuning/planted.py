@@ -23,9 +23,9 @@ def use(
     """Return a use whose variants take so many microseconds."""
     seconds = {"fp32": fp32, "half": half, "half_cast": half + casts}
     return Use(
-        f"torch.{target}", target, policy, calls, module_class, "net.py:7",
+        f"torch.{target}", target, policy, module_class, "net.py:7", module, calls,
         {name: 1e-6 * value for name, value in seconds.items()},
-        overflow=overflow, largest=17 if overflow else 0, error=error, module=module,
+        overflow=overflow, largest=17 if overflow else 0, error=error,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class ReportRecording(Watch):
         overflows.listeners.append(self._overflowed)
         stack.callback(overflows.listeners.remove, self._overflowed)
         if self._sample:
-            stack.enter_context(self._handle.observe(self.samples))
+            stack.enter_context(self._handle.observation.observe(self.samples))
             self.samples.await_step(0)
             if not self.half_losses.active:
                 self.half_losses.start()

@@ -39,8 +39,8 @@ class Samples(Observer):
 
     def __init__(self, handle: Any) -> None:
         self.steps: list[int] = []
-        self.trace = CastTrace(handle.casts, handle.observation, handle.observe)
-        self.values = ValueProfile(handle.observation, handle.observe)
+        self.trace = CastTrace(handle.observation)
+        self.values = ValueProfile(handle.observation)
         self._observation = handle.observation
         # Of the running sample: what ends it, its thread, and the number of its calls.
         self._running: contextlib.ExitStack | None = None
