@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, load_capsule, versions
-from autoamp.diagnostics.compared_paths import ComparedPath, Consistency, Difference
-from autoamp.diagnostics.consistency import ConsistencyCheck
+from autoamp.diagnostics.consistency import ComparedPath, Consistency, ConsistencyCheck, Difference
 from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents

@@ -8,11 +8,12 @@ Compiled code shows no operators, so its outputs are compared, and the dtypes in
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,8 +24,7 @@ from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from autoamp.diagnostics.call_sites import shown_line
-from autoamp.diagnostics.compared_paths import ComparedPath, Consistency, Difference, where
-from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
+from autoamp.diagnostics.observer import Call, Observation, Observer
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.modules import ModulePrecisions
 from autoamp.rules import located
@@ -41,32 +41,105 @@ _THREAD = "a thread, as of DataParallel"
 _PACKED = "handle.inference packs weights for oneDNN, whose kernels sum in another order"
 
 
+def _where(module: str | None, location: str | None) -> str:
+    """Return a place as the end of a phrase, such as ``" in head at net.py:7"``."""
+    return "".join(f" {word} {what}" for word, what in (("in", module), ("at", location)) if what)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first call on a path that differs from the training pass.
+
+    Attributes:
+        op: The function, as ``"torch.nn.functional.linear"``, an operator as ``"aten::add"``, or ``"output"``.
+        module: The path of the module that calls it; None outside of modules.
+        location: ``"file:line"`` of the program; None if unknown.
+        expected: The dtype in the training pass, as ``"float32"``.
+        found: The dtype on this path. The same if only bits differ.
+        reason: Why, where it is known.
+    """
+
+    op: str
+    module: str | None
+    location: str | None
+    expected: str
+    found: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        what = f"{self.found}, {self.expected} in training" if self.found != self.expected else "other bits"
+        return f"{self.op}{_where(self.module, self.location)}: {what}" + (f"; {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedPath:
+    """A path beside the training pass.
+
+    Attributes:
+        name: Such as ``"no_grad"``.
+        dtype: The first call of another dtype; None if there is none.
+        bits: The first call with other bits, of a path on which these are compared.
+        failed: Why the path was not compared, or not in whole; None if it was.
+    """
+
+    name: str
+    dtype: Difference | None = None
+    bits: Difference | None = None
+    failed: str | None = None
+
+    def __str__(self) -> str:
+        found = [str(one) for one in (self.dtype, self.bits) if one is not None]
+        found += [f"not compared: {self.failed}"] if self.failed is not None else []
+        return f"{self.name}: {'; '.join(found) or 'the same'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Consistency:
+    """What `autoamp.Handle.consistency` found; ``str()`` is for people.
+
+    Attributes:
+        paths: The paths, in the order in which they ran.
+    """
+
+    paths: tuple[ComparedPath, ...]
+
+    @property
+    def is_consistent(self) -> bool | None:
+        """Whether all paths compute what training does. None: none differs, but one was not wholly compared."""
+        if any(path.dtype is not None or path.bits is not None for path in self.paths):
+            return False
+        return None if any(path.failed is not None for path in self.paths) else True
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.paths))
+
+
 @dataclass(eq=False)
 class _Step:
-    """A call of a patched function, or an operator outside of these.
+    """A call of a patched function, an operator outside of these, or an output of the model.
 
     Attributes:
         name: The function, or the operator.
-        phase: That of `Op`.
         module, location: Where it is called.
+        phase: That of `Op`.
         dtype: That of the first floating result.
-        computed: That of the first floating result of the last operator that is no cast.
         digest: Of the bits of the first floating result.
+        computed: That of the first floating result of the last operator that is no cast.
         kernels: The operators that are no casts.
         casting: Whether casts were on.
         why: The rule of the function, and the precision of the module around it, as texts.
     """
 
     name: str
-    phase: str
-    module: str | None
-    location: str | None
+    module: str | None = None
+    location: str | None = None
+    phase: str = "forward"
     dtype: torch.dtype | None = None
-    computed: torch.dtype | None = None
     digest: bytes = b""
+    computed: torch.dtype | None = None
     kernels: list[str] = field(default_factory=list)
     casting: bool = False
-    why: tuple[str, ...] = ()
+    why: Sequence[str] = ()
 
     @property
     def key(self) -> tuple[str | None, ...]:
@@ -76,19 +149,14 @@ class _Step:
         """
         return self.name, self.module, self.location if self.name.startswith("aten::") else None
 
-    def take(self, results: Any) -> None:
-        """Take the dtype and the bits of results."""
-        for tensor in _floating(results)[:1]:
-            self.dtype, self.digest = tensor.dtype, _digest(tensor)
-
 
 @dataclass(eq=False)
 class _Pass:
-    """A path that ran: its calls, the dtype and bits of each floating output, and why calls are missing."""
+    """A path that ran: its outputs, and its calls if it ran on a tape."""
 
+    outputs: list[_Step]
     steps: list[_Step] = field(default_factory=list)
-    outputs: list[tuple[torch.dtype, bytes]] = field(default_factory=list)
-    incomplete: str | None = None
+    tape: Tape | None = None
 
 
 def _digest(tensor: Tensor) -> bytes:
@@ -99,6 +167,10 @@ def _digest(tensor: Tensor) -> bytes:
 
 def _floating(value: Any) -> list[Tensor]:
     return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point() and tensor.layout is torch.strided]
+
+
+def _outputs_of(results: Any) -> list[_Step]:
+    return [_Step("output", dtype=output.dtype, digest=_digest(output)) for output in _floating(results)]
 
 
 class _Listener(Observer):
@@ -112,8 +184,8 @@ class _Listener(Observer):
 
     def where(self) -> Place:
         """Return the place that is calling now."""
-        site, call = self._observation.site_here(), self._observation.call
-        return Place(None if call is None else call.op.name, site.module, site.location)
+        site = self._observation.site_here()
+        return Place(module=site.module, location=site.location)
 
     def before(self, call: Call) -> _Step:
         """Note a call of a patched function."""
@@ -123,14 +195,15 @@ class _Listener(Observer):
         why += [f"its module has the precision {given[-1].value}"] if given else []
         # In a backward pass a checkpoint computes again.
         phase = "forward" if current_graph_task() == -1 else "recomputation"
-        step = _Step(call.op.name, phase, site.module, site.location, casting=call.casting, why=tuple(why))
+        step = _Step(call.op.name, site.module, site.location, phase, casting=call.casting, why=why)
         self._running.append(step)
         return step
 
     def after(self, call: Call, state: _Step, result: Any) -> None:
         """Note what a call returned."""
         self._running.remove(state)
-        state.take(result)
+        for tensor in _floating(result)[:1]:
+            state.dtype, state.digest = tensor.dtype, _digest(tensor)
         self.steps.append(state)
 
     def failed(self, call: Call, state: _Step, error: BaseException) -> None:
@@ -142,45 +215,41 @@ class _Listener(Observer):
         outputs = _floating(results)
         if op.phase == "backward" or not outputs or op.is_empty or op.is_recorded or op.name in _CASTS:
             return
+        dtype = outputs[0].dtype
         if self._running:
             step = self._running[-1]
         else:
-            step = _Step(op.name, op.phase, op.place.module, op.place.location)
-            step.take(results)
+            step = _Step(op.name, op.place.module, op.place.location, op.phase, dtype, _digest(outputs[0]))
             self.steps.append(step)
-        step.computed = outputs[0].dtype
+        step.computed = dtype
         step.kernels.append(op.name)
 
 
 def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> ComparedPath:
     """Compare a path with the training pass."""
-    expected: dict[tuple[Any, ...], list[_Step]] = defaultdict(list)
+    expected, pairs, reasons = defaultdict(list), [], []
     for step in training.steps:
         expected[step.key].append(step)
-    counts: dict[tuple[Any, ...], int] = defaultdict(int)
-    dtype_found = bits_found = reason = None
+    # By phase: what a checkpoint computes again is compared like its first call.
+    left: dict[Any, Iterator[_Step]] = {}
     for step in other.steps:
-        # What a checkpoint computes again is compared like its first call.
-        number = counts[step.phase, step.key]
-        counts[step.phase, step.key] += 1
-        if number >= len(expected[step.key]):
-            if step.module is not None and reason is None:
-                reason = f"training does not have {step.name}{where(step.module, step.location)}"
-            continue
-        before = expected[step.key][number]
-        if dtype_found is None and (step.dtype is not before.dtype or _computed_apart(before, step)):
-            dtype_found = _difference(before, step)
-        if bits and bits_found is None and step.digest != before.digest:
-            bits_found = _difference(before, step)
-    failed = other.incomplete
+        before = next(left.setdefault((step.phase, step.key), iter(expected[step.key])), None)
+        if before is not None:
+            pairs.append((before, step))
+        elif step.module is not None:
+            reasons.append(f"training does not have {step.name}{_where(step.module, step.location)}")
+    outputs = zip(training.outputs, other.outputs, strict=False)
+    pairs += [(replace(before, why=reasons[:1]), output) for before, output in outputs]
+    dtypes = (_difference(*pair) for pair in pairs if pair[0].dtype is not pair[1].dtype or _computed_apart(*pair))
+    others = (_difference(*pair) for pair in pairs if pair[0].digest != pair[1].digest)
+    dtype = next(dtypes, None)
+    failed = None
+    if training.tape is not None and other.tape is not None:
+        failed = other.tape.incomplete or training.tape.incomplete
     if len(training.outputs) != len(other.outputs):
         failed = f"it has {len(other.outputs)} floating outputs, and training {len(training.outputs)}"
-    for (dtype, digest), (found, found_digest) in zip(training.outputs, other.outputs, strict=False):
-        output = Difference("output", None, None, dtype_name(dtype), dtype_name(found), reason)
-        dtype_found = dtype_found or (output if found is not dtype else None)
-        bits_found = bits_found or (output if bits and found_digest != digest else None)
     # Other bits come of another dtype.
-    return ComparedPath(name, dtype_found, None if dtype_found is not None else bits_found, failed)
+    return ComparedPath(name, dtype, next(others, None) if bits and dtype is None else None, failed)
 
 
 def _computed_apart(before: _Step, step: _Step) -> bool:
@@ -208,7 +277,6 @@ class ConsistencyCheck:
         model: The model.
         args: What it is called with.
         kwargs: What it is called with by name.
-        observation: Knows where calls are made.
         precisions: Which modules run in a precision of their own.
         overflows: Runs models so that nothing is recorded or left behind.
         inference: ``handle.inference``.
@@ -219,32 +287,35 @@ class ConsistencyCheck:
         model: Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        observation: Observation,
         precisions: ModulePrecisions,
         overflows: OverflowTrace,
         inference: Callable[[Module], contextlib.AbstractContextManager[Any]],
     ) -> None:
         self._model = model
         self._given = args, kwargs
-        self._observation = observation
         self._overflows = overflows
         self._inference = inference
-        self._listener = _Listener(observation, precisions)
+        self._listener = _Listener(overflows.observation, precisions)
+        self._restore: list[Callable[[], object]] = []
 
-    def run(self, observe: Callable[[Observer], Watch], backend: Any) -> Consistency:
+    def run(self, backend: Any) -> Consistency:
         """Compare all paths.
 
         Args:
-            observe: Starts an observer.
             backend: That of torch.compile; None to leave compiled code out.
         """
-        with observe(self._listener), self._overflows.apart() as state, self._observation.only(self._listener):
+        observation = self._overflows.observation
+        with (
+            observation.observe(self._listener),
+            self._overflows.apart() as state,
+            observation.only(self._listener),
+        ):
             state.keep(self._model)
             self._restore = [state.restore]
-            with self._restored():
-                training, tape = self._taped(self._call)
+            training = self._taped(self._call)
+            assert training.tape is not None
             # What a path without a tape writes is what this one wrote.
-            self._restore.append(tape.undo)
+            self._restore.append(training.tape.undo)
             paths = [self._compared(training, *path) for path in self._eager_paths()]
             paths[-1] = self._with_packed_weights(training, paths[-1])
             with ThreadPoolExecutor(1) as thread:
@@ -258,18 +329,14 @@ class ConsistencyCheck:
         yield "no_grad", torch.no_grad()(self._call), True
         yield "inference_mode", torch.inference_mode()(self._call), True
         # Without dropout, and with the running statistics of a batch norm.
-        yield "eval", torch.no_grad()(self._evaluated), False
+        yield "eval", torch.no_grad()(lambda: self._call(Module.eval)), False
         yield "checkpoint(use_reentrant=False)", lambda: self._checkpointed(reentrant=False), True
         yield "checkpoint(use_reentrant=True)", lambda: self._checkpointed(reentrant=True), True
         yield _INFERENCE, self._inferred, True
 
-    def _call(self) -> Any:
+    def _call(self, prepared: Callable[[Module], Any] = lambda model: model) -> Any:
         args, kwargs = self._given
-        return self._model(*args, **kwargs)
-
-    def _evaluated(self) -> Any:
-        self._model.eval()
-        return self._call()
+        return prepared(self._model)(*args, **kwargs)
 
     def _inferred(self) -> Any:
         with torch.no_grad(), self._inference(self._model):
@@ -302,15 +369,19 @@ class ConsistencyCheck:
             torch.stack(sums).sum().backward()
         return outputs
 
-    def _taped(self, run: Callable[[], Any]) -> tuple[_Pass, Tape]:
+    def _taped(self, run: Callable[[], Any]) -> _Pass:
         """Run a path on a tape, and undo what it wrote."""
         self._listener.steps = []
-        with record(self._listener.where, look=self._listener.look, limit=math.inf) as tape:
+        with self._restored(), record(self._listener.where, look=self._listener.look, limit=math.inf) as tape:
             try:
-                outputs = _summary(run())
+                outputs = _outputs_of(run())
             finally:
                 tape.undo()
-        return _Pass(self._listener.steps, outputs, tape.incomplete), tape
+        return _Pass(outputs, self._listener.steps, tape)
+
+    def _untaped(self, run: Callable[[], Any]) -> _Pass:
+        with self._restored():
+            return _Pass(_outputs_of(run()))
 
     @contextlib.contextmanager
     def _restored(self) -> Iterator[None]:
@@ -325,9 +396,7 @@ class ConsistencyCheck:
 
     def _compared(self, training: _Pass, name: str, run: Callable[[], Any], bits: bool) -> ComparedPath:
         try:
-            with self._restored():
-                found = _compare(training, self._taped(run)[0], name, bits=bits)
-            return replace(found, failed=found.failed or training.incomplete)
+            return _compare(training, self._taped(run), name, bits=bits)
         except Exception as error:
             return ComparedPath(name, failed=_told(error))
 
@@ -335,9 +404,7 @@ class ConsistencyCheck:
         """Compare the outputs of `autoamp.Handle.inference`, which packs no weights while a tape is recorded."""
         if taped != ComparedPath(taped.name):
             return taped
-        with self._restored():
-            outputs = _Pass(outputs=_summary(self._inferred()))
-        found = _compare(training, outputs, taped.name)
+        found = _compare(training, self._untaped(self._inferred), taped.name)
         return found if found.bits is None else replace(found, bits=replace(found.bits, reason=_PACKED))
 
     def _compiled(self, training: _Pass, backend: Any) -> ComparedPath:
@@ -348,22 +415,18 @@ class ConsistencyCheck:
             graphs.append(graph)
             return graph.forward
 
-        args, kwargs = self._given
+        def run(backend: Any) -> _Pass:
+            with self._overflows.apart(hooked=False):
+                return self._untaped(lambda: self._call(functools.partial(torch.compile, backend=backend)))
+
         try:
-            with self._restored(), self._overflows.apart(hooked=False):
-                found = _Pass(outputs=_summary(torch.compile(self._model, backend=backend)(*args, **kwargs)))
-            result = _compare(training, found, "torch.compile", bits=False)
-            if result.dtype is None:
-                return result
-            with self._restored(), self._overflows.apart(hooked=False):
-                torch.compile(self._model, backend=look)(*args, **kwargs)
+            found = _compare(training, run(backend), "torch.compile", bits=False)
+            if found.dtype is None:
+                return found
+            run(look)
         except Exception as error:
             return ComparedPath("torch.compile", failed=_told(error))
-        return replace(result, dtype=_in_graphs(training, graphs) or replace(result.dtype, reason=_CASTS_AGAIN))
-
-
-def _summary(outputs: Any) -> list[tuple[torch.dtype, bytes]]:
-    return [(output.dtype, _digest(output)) for output in _floating(outputs)]
+        return replace(found, dtype=_in_graphs(training, graphs) or replace(found.dtype, reason=_CASTS_AGAIN))
 
 
 def _told(error: Exception) -> str:
