@@ -1,19 +1,33 @@
-"""Where a call is made: the path of the module, and the file and line of the first frame outside torch and autoamp."""
+"""Where a call is made: the path of the module, and the file and line of the first frame outside torch and autoamp.
+
+Of the operators of a recorded step also which function of torch calls them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-import types
+import sys
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from autoamp.diagnostics.op_names import CASTS, bare_name, spelled_at
+from autoamp.modules import class_name
+from autoamp.patching import original_of
+from autoamp.program import listen
+from autoamp.tape import Place
+from autoamp.torch_private import Unnoticed, current_graph_task
+
+_AUTOAMP = __name__.partition(".")[0]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -56,12 +70,12 @@ class CallSite:
 class Caller(NamedTuple):
     """Where a frame of the program is, without the frame, which would keep its variables alive."""
 
-    f_code: types.CodeType
+    f_code: CodeType
     f_lasti: int
     f_lineno: int
 
     @classmethod
-    def of(cls, frame: types.FrameType | None) -> Caller | None:
+    def of(cls, frame: FrameType | None) -> Caller | None:
         """Take it from a frame."""
         return None if frame is None else cls(frame.f_code, frame.f_lasti, frame.f_lineno)
 
@@ -91,13 +105,7 @@ def user_frame(frame: Any) -> Any:
     return frame
 
 
-def program_line(frame: types.FrameType | Caller | None) -> str | None:
-    """Return ``"file:line"`` of the first frame that is neither torch's nor autoamp's; None where all are."""
-    frame = user_frame(frame)
-    return None if frame is None else shown_line(frame.f_code.co_filename, frame.f_lineno)
-
-
-def in_scaling(frame: types.FrameType | None) -> bool:
+def in_scaling(frame: FrameType | None) -> bool:
     """Whether the innermost frame that is not on the way scales losses or steps optimizers for autoamp."""
     while frame is not None and _kind(frame.f_code.co_filename) == "library":
         frame = frame.f_back
@@ -140,3 +148,78 @@ class ModulePaths:
             around = next((paths[outer] for outer in reversed(modules) if outer in paths), "")
             path = f"{around}.<{type(module).__name__}>".removeprefix(".")
         return path, type(module).__name__, type(home).__name__
+
+
+class CallPlaces(Unnoticed, TorchFunctionMode):
+    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`.
+
+    Args:
+        caller: What is said to call the outermost modules and functions; by default the frames tell.
+    """
+
+    def __init__(self, caller: Caller | None = None) -> None:
+        super().__init__()
+        self._caller = caller
+        # Frames from here outwards did not call them.
+        self._outer = user_frame(sys._getframe(1)) if caller is not None else None
+        # The function, the frame that calls it, and the backward pass within which it is called.
+        self._call: tuple[Any, FrameType | None, int] = (None, None, -1)
+        self._modules: tuple[Module, ...] = ()
+        self._paths = ModulePaths()
+        self._known: dict[Any, tuple[Any, Place]] = {}
+        self._listening = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Follow the calls of modules."""
+        self._listening.close()
+        self._listening = listen(module_called=self._enter, module_returned=self._leave)
+
+    def stop(self) -> None:
+        """Follow them no more."""
+        self._listening.close()
+        self._modules, self._known = (), {}
+
+    def _enter(self, module: Module, inputs: Any) -> None:
+        self._modules = (*self._modules, module)
+
+    def _leave(self, module: Module, inputs: Any, outputs: Any) -> None:
+        if self._modules and self._modules[-1] is module:
+            self._modules = self._modules[:-1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Torch looks the function up by its name, where a replacement may stand that the program did not call: `y * y`
+        # is Tensor.mul here. A replacement that it called has done its part before.
+        func, before = original_of(func), self._call
+        self._call = func, sys._getframe(1), current_graph_task()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._call = before
+
+    def here(self) -> Place:
+        """Return the place of the operator that is called now."""
+        func, frame, task = self._call
+        if frame is None or task != current_graph_task():
+            # The backward pass of a function of the program runs within `Tensor.backward`.
+            func, frame = None, sys._getframe(1)
+        user = user_frame(frame)
+        if user is self._outer:
+            user = self._caller
+        modules = self._modules
+        key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti)
+        found = self._known.get(key)
+        if found is None:
+            # With the objects whose ids are in the key.
+            found = self._known[key] = (func, frame.f_code), self._place(func, frame, user)
+        return found[1]
+
+    def _place(self, func: Any, frame: FrameType, user: FrameType | Caller | None) -> Place:
+        name = None if func is None else bare_name(func)
+        path, _, root = self._paths.find(self._modules)
+        is_cast = name in CASTS and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP
+        spelled = str(getattr(func, "__name__", ""))
+        in_place = spelled.endswith("_") and not spelled.endswith("__")
+        names = () if name is None else spelled_at(name, func, user)
+        classes = tuple(class_name(type(module)) for module in self._modules)
+        line = None if user is None else shown_line(user.f_code.co_filename, user.f_lineno)
+        return Place(name, path or root, line, names, is_cast, in_place, classes)

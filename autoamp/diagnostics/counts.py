@@ -55,10 +55,7 @@ class Counts(Observer, Watch):
 
     def by_dtype(self) -> dict[str, int]:
         """Return the calls of all functions together by the dtype that they ran in."""
-        found: Counter[str] = Counter()
-        for calls in self.ops.values():
-            found.update(calls)
-        return dict(sorted(found.items()))
+        return dict(sorted(sum(map(Counter, self.ops.values()), Counter()).items()))
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON values: ``{"ops": ..., "by_dtype": ..., "casts": {"float32->float16": 5}}``."""
@@ -93,10 +90,9 @@ def sum_of(several: Iterable[Counts]) -> Counts:
     """Return the sum of several counts, which is not active."""
     total = Counts()
     for counts in several:
-        with counts._lock:
-            for name, calls in counts._ops.items():
-                total._ops[name].update(calls)
-            total._casts.update(counts._casts)
+        for name, calls in counts.ops.items():
+            total._ops[name].update(calls)
+        total._casts.update(counts.casts)
     return total
 
 

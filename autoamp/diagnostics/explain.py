@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from autoamp.errors import UsageError
-from autoamp.ops import Target, expand, known_ops
+from autoamp.ops import expand, known_ops
 from autoamp.rules import CastRule, CastTable, located
 
 _MEANINGS = {
@@ -57,7 +57,8 @@ def explain(table: CastTable, name: str) -> Explanation:
     expansion = expand(table)
     found: dict[CastRule, list[str]] = {}
     for target in expansion.targets:
-        if _means(target, name):
+        names = (target.name,) if "." in name else (target.attribute, target.name, target.rule.target)
+        if name in names:
             written = table.policy_of(target.rule.target) or target.rule
             # An in-place form may go by another policy than the rule says for the op itself.
             rule = target.rule if target.rule.policy is not written.policy else written
@@ -70,7 +71,3 @@ def explain(table: CastTable, name: str) -> Explanation:
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give a name such as 'softmax'"
         raise UsageError(f"{name!r} is no op of torch, and no rule is on it; {hint}")
     return Explanation(name, tuple((rule, tuple(names)) for rule, names in found.items()))
-
-
-def _means(target: Target, name: str) -> bool:
-    return name in (target.attribute, target.name, target.rule.target) if "." not in name else name == target.name

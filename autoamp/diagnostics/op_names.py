@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dis
 import json
-import types
 from typing import Any
 
-from autoamp.diagnostics.call_sites import Caller
 from autoamp.ops import known_ops
 
 # By Python's name of an operator torch's name of the op. Torch has `__rdiv__` beside `__rtruediv__`.
@@ -47,20 +45,20 @@ def spellings(op: str) -> tuple[str, ...]:
     return _listed((op, *_ALIASES.get(op, ()), *_OPERATORS.get(op, ())))
 
 
-def spelled_at(op: str, function: Any, frame: types.FrameType | Caller | None) -> tuple[str, ...]:
+def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
     """Return the names under which a call in a program may have called an op, as lists have them.
 
     Args:
         op: The bare name.
         function: What torch says was called, of which a method is the same for ``y * y`` and for ``y.mul(y)``.
-        frame: That of the program, at the call.
+        frame: The program's frame or its `Caller`, at the call; None if unknown.
     """
     operators = _OPERATORS.get(op, ())
     owner = getattr(function, "__objclass__", None)
     is_method = owner is not None or str(getattr(function, "__qualname__", "")).startswith("Tensor")
     if not operators or not is_method:
         names: tuple[str, ...] = (op,)
-    elif frame is not None and _is_operator(frame):
+    elif frame is not None and _runs_operator(frame.f_code.co_code, frame.f_lasti):
         names = operators
     else:
         # A method by its name, or an operator by a function such as `operator.mul`.
@@ -72,9 +70,8 @@ def _listed(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known_ops() and name not in CASTS)
 
 
-def _is_operator(frame: types.FrameType | Caller) -> bool:
-    code = frame.f_code.co_code
-    return 0 <= frame.f_lasti < len(code) and dis.opname[code[frame.f_lasti]] == "BINARY_OP"
+def _runs_operator(code: bytes, place: int) -> bool:
+    return 0 <= place < len(code) and dis.opname[code[place]] == "BINARY_OP"
 
 
 def fp32_entry(names: tuple[str, ...], in_place: bool = False) -> str | None:

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.casting import CastState
-from autoamp.diagnostics.call_places import CallPlaces
-from autoamp.diagnostics.call_sites import Caller, user_frame
+from autoamp.diagnostics.call_sites import Caller, CallPlaces, user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.diagnostics.outside_calls import OutsideCalls, key_of
