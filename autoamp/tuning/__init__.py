@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from autoamp.tuning.bisection import Bisection, units_of
-from autoamp.tuning.costs import Survey, Use
 from autoamp.tuning.metrics import METRICS_VARIABLE, metric_of, number_in, printed_names, report_metric
-from autoamp.tuning.model import Proposal, proposals_of
+from autoamp.tuning.model import Proposal, Survey, Use, proposals_of
 from autoamp.tuning.search import Outcome, Search, Stopped
 from autoamp.tuning.survey import SurveyEnded, Surveyor, time_of
 from autoamp.tuning.writer import list_text, summary_of

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from autoamp.diagnostics import spellings
-from autoamp.tuning.costs import Survey, Use
-from autoamp.tuning.model import Proposal
+from autoamp.tuning.model import Proposal, Survey, Use
 from autoamp.tuning.search import Outcome, ProgramSearch
 
 Unit: TypeAlias = tuple[Proposal, ...]
@@ -21,20 +21,18 @@ def units_of(survey: Survey) -> tuple[Unit, ...]:
     A module is named by its class if it is the only one of that class, else by its path. Ops that the lists already
     run in fp32 are left out, and unlisted ops that are exact in half precision, such as views.
     """
-    paths: dict[str, set[str]] = {}
+    paths: defaultdict[str, set[str]] = defaultdict(set)
     for use in survey.uses:
         if use.module is not None and use.module_class is not None:
-            paths.setdefault(use.module_class, set()).add(use.module)
-    units: dict[str, tuple[tuple[str, ...], bool, list[str]]] = {}
+            paths[use.module_class].add(use.module)
+    units: defaultdict[tuple[tuple[str, ...], bool], list[str]] = defaultdict(list)
     for use in survey.uses:
         exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
         if use.policy not in ("fp32", "banned") and not exact:
-            names, of_module = _entries(use, paths)
-            calls = units.setdefault(names[0], (names, of_module, []))[2]
-            calls.append(f"{use.op} at {use.location}" if use.location else use.op)
+            units[_entries(use, paths)].append(f"{use.op} at {use.location}" if use.location else use.op)
     return tuple(
         tuple(Proposal(name, "fp32", "culprit", _some(calls), of_module=of_module) for name in names)
-        for names, of_module, calls in units.values()
+        for (names, of_module), calls in units.items()
     )
 
 

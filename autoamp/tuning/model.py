@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autoamp.diagnostics import spellings
-from autoamp.tuning.costs import VARIANTS, Survey, Use
+
+VARIANTS = ("fp32", "half", "half_cast")
+"""How an op is timed: in fp32; in half; in half on fp32 arguments, its result cast back."""
 
 # A smaller difference of two times means nothing.
 NOISE = 0.03
 # Ops below this part of a step's time are left as they are, unless they are unsafe.
 SMALL = 0.005
+
+
+@dataclass
+class Use:
+    """The calls of one op at one place with arguments of the same shapes.
+
+    Attributes:
+        op: The function's dotted name, or torch's name of an operator that no list casts.
+        target: How a list names it.
+        policy: The policy in force, ``"unlisted"`` if there is none.
+        module_class: The dotted name of the innermost module's class, None outside of modules.
+        location: ``"file:line"`` of the call.
+        module: The path of the innermost module in the outermost one; None if it has modules within, and outside of
+            modules.
+        calls: How often it was called while the survey ran.
+        seconds: The time of a call by `VARIANTS`, with its backward pass if gradients are recorded; a variant is absent
+            if it cannot be run. Empty if nothing was timed.
+        overflow: How many of its arguments and results overflow in the half dtype.
+        largest: The largest binary exponent of these, None if all are 0.
+        error: The largest relative error of its operators in the half dtype; None if that is unknown.
+    """
+
+    op: str
+    target: str
+    policy: str
+    module_class: str | None = None
+    location: str | None = None
+    module: str | None = None
+    calls: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    overflow: int = 0
+    largest: int | None = None
+    error: float | None = None
+
+    def total(self, variant: str) -> float | None:
+        """Return the seconds of all calls; None if this variant was not timed."""
+        return self.seconds[variant] * self.calls if variant in self.seconds else None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All uses of a program's ops, as far as it ran.
+
+    Attributes:
+        device_type: The device that the program computes on.
+        dtype: The half dtype, ``"float16"`` or ``"bfloat16"``.
+        torch: The version of torch.
+        steps: How many steps optimizers made meanwhile, at least 1. Times a step are totals divided by this.
+        uses: The uses.
+        untimed: How many of these there was no time left for.
+    """
+
+    device_type: str
+    dtype: str
+    torch: str = ""
+    steps: int = 1
+    uses: tuple[Use, ...] = ()
+    untimed: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,18 +115,13 @@ def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, 
         elif not bad and sum(use.total("fp32") or 0.0 for use in uses) >= small:
             found += _faster(target, uses, survey)
     found.sort(key=lambda one: (one.kind != "unsafe", -one.gain, one.name))
-    return _one_for_each_name(found)
-
-
-def _one_for_each_name(proposals: Iterable[Proposal]) -> tuple[Proposal, ...]:
-    """Return the first proposal of each name, since a list has a name once. Of unsafe ops it has all reasons."""
-    found: dict[tuple[str, bool], Proposal] = {}
-    for one in proposals:
-        key = one.name, one.of_module
-        known = found.setdefault(key, one)
+    # A list has a name once. The entry of several unsafe ops has all their reasons.
+    by_name: dict[tuple[str, bool], Proposal] = {}
+    for one in found:
+        known = by_name.setdefault((one.name, one.of_module), one)
         if known is not one and known.kind == one.kind:
-            found[key] = replace(known, reason=f"{known.reason}; {one.reason}")
-    return tuple(found.values())
+            by_name[one.name, one.of_module] = replace(known, reason=f"{known.reason}; {one.reason}")
+    return tuple(by_name.values())
 
 
 def _is_unsafe(use: Use, max_error: float) -> bool:
@@ -129,7 +184,7 @@ def _faster(target: str, uses: Sequence[Use], survey: Survey) -> list[Proposal]:
 
 def _seconds_a_step(uses: Iterable[Use], variant: str, survey: Survey) -> float | None:
     """Return the time of all timed uses; None if one of them cannot be run as this variant, or none was timed."""
-    totals = [use.total(variant) for use in uses if use.seconds is not None]
+    totals = [use.total(variant) for use in uses if use.seconds]
     known = [total for total in totals if total is not None]
     return sum(known) / survey.steps if known and len(known) == len(totals) else None
 

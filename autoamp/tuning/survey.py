@@ -25,7 +25,7 @@ from autoamp.modules import class_name
 from autoamp.ops import known_ops
 from autoamp.runtime import BaseHandle, runtime_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
-from autoamp.tuning.costs import VARIANTS, Survey, Use
+from autoamp.tuning.model import VARIANTS, Survey, Use
 
 # So much of arguments is kept for timing.
 _MOST_BYTES = 2**30
@@ -166,7 +166,7 @@ class Surveyor(RangeProfile):
         for sample in sorted(self._samples.values(), key=lambda one: -one.elements * one.use.calls):
             late = time.monotonic() > end
             untimed += late
-            sample.use.seconds = None if late else self._times(sample, timer)
+            sample.use.seconds = {} if late else self._times(sample, timer)
         rows: defaultdict[tuple[str, CallSite], list[OpRange]] = defaultdict(list)
         unlisted = []
         for row in self.ops:
@@ -199,9 +199,9 @@ class Surveyor(RangeProfile):
         errors = [row.errors[self._dtype] for row in rows if self._dtype in row.errors]
         use.error = max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
-    def _times(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, float] | None:
+    def _times(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
         if sample.arguments is None:
-            return None
+            return {}
         half = self._handle.settings.dtype
         variants = ((torch.float32, None), (half, None), (torch.float32, half))
         found = {}

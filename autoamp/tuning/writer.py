@@ -6,8 +6,7 @@ import json
 import operator
 from collections.abc import Sequence
 
-from autoamp.tuning.costs import Survey
-from autoamp.tuning.model import NOISE, Proposal
+from autoamp.tuning.model import NOISE, Proposal, Survey
 from autoamp.tuning.search import Search, Trial
 
 

@@ -14,7 +14,7 @@ def changes(*uses, **how):
 
 
 def test_an_op_that_overflows_goes_to_fp32_whatever_it_costs() -> None:
-    tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), seconds=None)
+    tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), seconds={})
     found = {one.name: one for one in proposals_of(survey(use("linear", "fp16", 100, 50), tiny))}
     # `y * y` and `torch.mul(y, y)` look alike where no list has the op, and a rule on one does not act on the other.
     assert sorted(found) == ["__mul__", "__rmul__", "mul", "multiply"]
@@ -90,8 +90,8 @@ def test_an_operator_on_a_list_is_named_as_that_list_has_it() -> None:
 
 
 def test_an_op_on_no_list_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
-    bad = replace(use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate"), seconds=None)
-    good = replace(use("mul", "unlisted", 0, 0, module_class="net.Block"), seconds=None)
+    bad = replace(use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate"), seconds={})
+    good = replace(use("mul", "unlisted", 0, 0, module_class="net.Block"), seconds={})
     (found,) = proposals_of(survey(bad, good))
     assert (found.name, found.value, found.of_module) == ("net.Gate", "fp32", True)
     # A class whose other ops pay in half keeps them there.
@@ -109,4 +109,4 @@ def test_a_total_is_of_all_calls() -> None:
     one = use("linear", "fp16", 3, 2, calls=4)
     assert one.total("fp32") == 4 * 3e-6
     assert one.total("unknown") is None
-    assert replace(one, seconds=None).total("fp32") is None
+    assert replace(one, seconds={}).total("fp32") is None
