@@ -32,12 +32,9 @@ from autoamp.tape import Op, Place, Tape, record
 from autoamp.tensors import dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import current_graph_task, undisturbed
 
-_ON = {True: "on", False: "off"}
 # The last is what inference mode shows of a cast.
 _CASTS = ("aten::_to_copy", "aten::copy_", "aten::to")
 _CASTS_AGAIN = "the graph that torch.compile made has the dtypes of training, but its code computes in others"
-_INFERENCE = "handle.inference"
-_THREAD = "a thread, as of DataParallel"
 _PACKED = "handle.inference packs weights for oneDNN, whose kernels sum in another order"
 
 
@@ -260,7 +257,8 @@ def _computed_apart(before: _Step, step: _Step) -> bool:
 def _difference(before: _Step, step: _Step) -> Difference:
     expected, found, reasons = before.dtype, step.dtype, []
     if before.casting is not step.casting:
-        reasons.append(f"casts are {_ON[step.casting]} here and {_ON[before.casting]} in training")
+        here, there = ("on", "off") if step.casting else ("off", "on")
+        reasons.append(f"casts are {here} here and {there} in training")
     if expected is found and _computed_apart(before, step):
         expected, found = before.computed, step.computed
         reasons.append("computed in these dtypes, with a result of one dtype")
@@ -312,14 +310,15 @@ class ConsistencyCheck:
         ):
             state.keep(self._model)
             self._restore = [state.restore]
-            training = self._taped(self._call)
+            training = self._ran(self._call)
             assert training.tape is not None
             # What a path without a tape writes is what this one wrote.
             self._restore.append(training.tape.undo)
             paths = [self._compared(training, *path) for path in self._eager_paths()]
             paths[-1] = self._with_packed_weights(training, paths[-1])
             with ThreadPoolExecutor(1) as thread:
-                paths.append(thread.submit(self._compared, training, _THREAD, self._call, True).result())
+                path = "a thread, as of DataParallel", self._call, True
+                paths.append(thread.submit(self._compared, training, *path).result())
         if backend is not None:
             paths.append(self._compiled(training, backend))
         return Consistency(tuple(paths))
@@ -332,7 +331,7 @@ class ConsistencyCheck:
         yield "eval", torch.no_grad()(lambda: self._call(Module.eval)), False
         yield "checkpoint(use_reentrant=False)", lambda: self._checkpointed(reentrant=False), True
         yield "checkpoint(use_reentrant=True)", lambda: self._checkpointed(reentrant=True), True
-        yield _INFERENCE, self._inferred, True
+        yield "handle.inference", self._inferred, True
 
     def _call(self, prepared: Callable[[Module], Any] = lambda model: model) -> Any:
         args, kwargs = self._given
@@ -369,26 +368,16 @@ class ConsistencyCheck:
             torch.stack(sums).sum().backward()
         return outputs
 
-    def _taped(self, run: Callable[[], Any]) -> _Pass:
-        """Run a path on a tape, and undo what it wrote."""
-        self._listener.steps = []
-        with self._restored(), record(self._listener.where, look=self._listener.look, limit=math.inf) as tape:
-            try:
-                outputs = _outputs_of(run())
-            finally:
-                tape.undo()
-        return _Pass(outputs, self._listener.steps, tape)
-
-    def _untaped(self, run: Callable[[], Any]) -> _Pass:
-        with self._restored():
-            return _Pass(_outputs_of(run()))
-
-    @contextlib.contextmanager
-    def _restored(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._put_back()
+    def _ran(self, run: Callable[[], Any], *, taped: bool = True) -> _Pass:
+        """Run a path, on a tape or without one, and undo what it wrote."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._put_back)
+            if not taped:
+                return _Pass(_outputs_of(run()))
+            self._listener.steps = []
+            tape = stack.enter_context(record(self._listener.where, look=self._listener.look, limit=math.inf))
+            stack.callback(tape.undo)
+            return _Pass(_outputs_of(run()), self._listener.steps, tape)
 
     def _put_back(self) -> None:
         for restore in self._restore:
@@ -396,7 +385,7 @@ class ConsistencyCheck:
 
     def _compared(self, training: _Pass, name: str, run: Callable[[], Any], bits: bool) -> ComparedPath:
         try:
-            return _compare(training, self._taped(run), name, bits=bits)
+            return _compare(training, self._ran(run), name, bits=bits)
         except Exception as error:
             return ComparedPath(name, failed=_told(error))
 
@@ -404,7 +393,7 @@ class ConsistencyCheck:
         """Compare the outputs of `autoamp.Handle.inference`, which packs no weights while a tape is recorded."""
         if taped != ComparedPath(taped.name):
             return taped
-        found = _compare(training, self._untaped(self._inferred), taped.name)
+        found = _compare(training, self._ran(self._inferred, taped=False), taped.name)
         return found if found.bits is None else replace(found, bits=replace(found.bits, reason=_PACKED))
 
     def _compiled(self, training: _Pass, backend: Any) -> ComparedPath:
@@ -417,7 +406,8 @@ class ConsistencyCheck:
 
         def run(backend: Any) -> _Pass:
             with self._overflows.apart(hooked=False):
-                return self._untaped(lambda: self._call(functools.partial(torch.compile, backend=backend)))
+                compiled = functools.partial(torch.compile, backend=backend)
+                return self._ran(lambda: self._call(compiled), taped=False)
 
         try:
             found = _compare(training, run(backend), "torch.compile", bits=False)

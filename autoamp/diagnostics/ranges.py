@@ -7,6 +7,7 @@ on half arguments, below autograd, so that nothing is recorded. Operators that w
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import sys
@@ -203,24 +204,21 @@ class RangeProfile(ValueProfile):
     # -- profiling --
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
-        """Count the results of an operator, and run it again in half precision."""
+        """Count the results of an operator, and run one of its first calls again on half arguments."""
         row = super().saw(func, args, kwargs, result)
-        if row is not None:
-            with self._observation.quietly():
-                self._run_again(row, func, args, kwargs, readable_tensors(result))
-        return row
-
-    def _run_again(self, row: OpRange, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        """Run one of the first calls again on half arguments, unless it writes to them or draws random numbers."""
-        if row.compared >= _COMPARED or schema_of(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-            return
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if row is None or row.compared >= _COMPARED or is_random or schema_of(func).is_mutable:
+            return row
         row.compared += 1
         for dtype in HALF_DTYPES:
+            name = dtype_name(dtype)
             # Some operators have no kernel for half arguments.
-            with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
-                again = func(*map_tensors(args, _narrower(dtype)), **map_tensors(kwargs, _narrower(dtype)))
-                worst = max(map(relative_error, readable_tensors(again), outputs), default=0.0)
-                row.errors[dtype_name(dtype)] = max(worst, row.errors.get(dtype_name(dtype), 0.0))
+            with self._observation.quietly(), contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+                half_args, half_kwargs = map_tensors((args, kwargs), functools.partial(_narrowed, dtype=dtype))
+                again = readable_tensors(func(*half_args, **half_kwargs))
+                errors = map(relative_error, again, readable_tensors(result))
+                row.errors[name] = max([*errors, row.errors.get(name, 0.0)])
+        return row
 
     # -- what it says --
 
@@ -300,8 +298,8 @@ class RangeProfile(ValueProfile):
         return as_table(title, headings, lines, 6) + (_LEGEND if lines else "") + self.verdict() + "\n"
 
 
-def _narrower(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
+def _narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
 
 
 def relative_error(half: Tensor, full: Tensor) -> float:
@@ -310,14 +308,11 @@ def relative_error(half: Tensor, full: Tensor) -> float:
         return 0.0
     fine = full.isfinite()
     full, half = full.where(fine, 0.0), half.float().where(fine, 0.0)
-    difference, size = _norm(half - full), _norm(full)
+    norms = (torch.linalg.vector_norm(one, dtype=torch.float64) for one in (half - full, full))
+    difference, size = map(float, norms)
     if not math.isfinite(difference):
         return math.inf
     return difference / size if size else (math.inf if difference else 0.0)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
 
 
 def _lost(found: Exponents, what: str, dtype: str, shift: int = 0) -> str:
