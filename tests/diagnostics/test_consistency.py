@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from typing import Any
 
@@ -50,22 +49,44 @@ def bf16() -> Any:
     return autoamp.init(device_type="cpu", dtype=torch.bfloat16)
 
 
-def compared(handle: Any, apart: Any, change: Any, backend: Any = None) -> dict[str, ComparedPath]:
-    found = handle.consistency(Planted(apart, change), torch.randn(8, 16), backend=backend)
-    if any(path.dtype or path.bits for path in found.paths):
-        assert found.is_consistent is False
-    return {path.name: path for path in found.paths}
+MAIN = threading.get_ident()
+LINEAR = ("torch.nn.functional.linear", "middle")
+BITS, CHECKPOINT = ("bfloat16", "bfloat16"), "checkpoint(use_reentrant=True)"
 
 
-def test_bits_without_gradients(bf16: Any) -> None:
-    found = compared(bf16, lambda: not torch.is_grad_enabled(), rounded)
-    one = found["no_grad"].bits
-    assert found["no_grad"].dtype is None
-    assert one is not None
-    assert (one.op, one.module) == ("torch.nn.functional.linear", "middle")
-    assert str(one).endswith(f"other bits; {one.reason}")
-    # Of eval() dtypes alone are compared.
-    assert found["eval"] == ComparedPath("eval")
+@pytest.mark.parametrize(
+    ("apart", "change", "paths", "difference"),
+    [
+        # A reentrant checkpoint calls the model without gradients first.
+        (
+            lambda: not torch.is_grad_enabled(), rounded,
+            {"no_grad", "inference_mode", CHECKPOINT, "handle.inference"}, (*LINEAR, *BITS),
+        ),
+        # Weights are packed where no mode is on.
+        (
+            lambda: not torch.is_grad_enabled() and not dispatch_modes(), rounded,
+            {"handle.inference"}, ("output", None, *BITS),
+        ),
+        (lambda: current_graph_task() != -1, in_fp32, {CHECKPOINT}, (*LINEAR, "bfloat16", "float32")),
+        (lambda: threading.get_ident() != MAIN, in_fp32, {PATHS[6]}, (*LINEAR, "bfloat16", "float32")),
+    ],
+    ids=["no_grad", "packed", "recomputed", "thread"],
+)  # fmt: skip
+def test_a_difference_is_named_on_the_paths_that_have_it(
+    bf16: Any, apart: Any, change: Any, paths: set[str], difference: tuple[Any, ...]
+) -> None:
+    result = bf16.consistency(Planted(apart, change), torch.randn(8, 16), backend=None)
+    found = {path.name: path.dtype or path.bits for path in result.paths if path.dtype or path.bits}
+    assert result.is_consistent is False
+    assert found.keys() == paths
+    for one in found.values():
+        assert one is not None
+        assert (one.op, one.module, one.expected, one.found) == difference
+        assert ("other bits" in str(one)) == (change is rounded)
+        assert ("packs weights for oneDNN" in str(one)) == (one.op == "output")
+    # torch itself compares what the other kind of checkpoint computes again.
+    failed = {path.name for path in result.paths if path.failed is not None}
+    assert failed == ({"checkpoint(use_reentrant=False)"} if paths == {CHECKPOINT} else set())
 
 
 def test_precision_of_the_module_is_told(bf16: Any) -> None:
@@ -93,29 +114,6 @@ def test_output_that_is_a_buffer_which_is_restored(bf16: Any) -> None:
     assert model.count.item() == 0
 
 
-def test_dtype_of_what_a_checkpoint_computes_again(bf16: Any) -> None:
-    found = compared(bf16, lambda: current_graph_task() != -1, in_fp32)
-    one = found["checkpoint(use_reentrant=True)"].dtype
-    assert one is not None
-    assert (one.module, one.expected, one.found) == ("middle", "bfloat16", "float32")
-    assert {name for name, path in found.items() if path.dtype is not None} == {"checkpoint(use_reentrant=True)"}
-    # torch itself compares what the other kind computes again.
-    assert found["checkpoint(use_reentrant=False)"].failed is not None
-
-
-def test_packed_weights(bf16: Any) -> None:
-    def without_modes() -> bool:
-        return not torch.is_grad_enabled() and not dispatch_modes()
-
-    found = compared(bf16, without_modes, rounded)
-    one = found["handle.inference"].bits
-    assert one is not None
-    assert one.op == "output"
-    assert one.reason is not None
-    assert "packs weights for oneDNN" in one.reason
-    assert {name for name, path in found.items() if path.bits is not None} == {"handle.inference"}
-
-
 def test_attention_that_is_computed_in_another_dtype(bf16: Any) -> None:
     class Attention(nn.Module):
         def forward(self, x):
@@ -132,24 +130,16 @@ def test_attention_that_is_computed_in_another_dtype(bf16: Any) -> None:
     )  # fmt: skip
 
 
-def test_compiled_code(bf16: Any) -> None:
-    found = compared(bf16, torch.compiler.is_compiling, in_fp32, backend="eager")
-    one = found["torch.compile"].dtype
-    assert {name for name, path in found.items() if path.dtype is not None} <= {"torch.compile"}
-    if one is not None:
-        assert (one.expected, one.found) == ("bfloat16", "float32")
-
-
-def test_output_of_compiled_code(bf16: Any) -> None:
+def test_a_line_whose_dtype_is_another_in_compiled_code_is_named(bf16: Any) -> None:
     class Wide(nn.Module):
         def forward(self, x):
             y = torch.matmul(x, x)
-            return y.float() if torch.compiler.is_compiling() else y
+            return (y.float() if torch.compiler.is_compiling() else y) * 2
 
     found = bf16.consistency(Wide(), torch.randn(4, 4), backend="eager").paths[-1]
     assert (found.name, found.bits, found.failed) == ("torch.compile", None, None)
-    assert found.dtype is not None
-    assert (found.dtype.expected, found.dtype.found) == ("bfloat16", "float32")
+    assert (found.dtype.op, found.dtype.expected, found.dtype.found) == ("float", "bfloat16", "float32")
+    assert "test_consistency.py:" in str(found.dtype)
 
 
 def test_call_that_training_does_not_have(bf16: Any) -> None:
@@ -192,15 +182,6 @@ def test_training_pass_whose_calls_are_not_seen(bf16: Any) -> None:
     assert result.is_consistent is None
 
 
-def test_dtype_in_another_thread(bf16: Any) -> None:
-    main = threading.get_ident()
-    found = compared(bf16, lambda: threading.get_ident() != main, in_fp32)
-    one = found["a thread, as of DataParallel"].dtype
-    assert one is not None
-    assert (one.op, one.module, one.found) == ("torch.nn.functional.linear", "middle", "float32")
-    assert {name for name, path in found.items() if path.dtype is not None} == {"a thread, as of DataParallel"}
-
-
 def test_casts_that_the_calling_thread_turned_off(bf16: Any) -> None:
     with bf16.disable_casts():
         found = {path.name: path for path in bf16.consistency(nn.Linear(4, 4), torch.randn(2, 4), backend=None).paths}
@@ -229,26 +210,19 @@ def test_model_that_counts_its_calls(bf16: Any, where: str) -> None:
 
 
 class Writes(nn.Module):
-    """Writes to all that a forward pass may write to."""
+    """Writes to parameters, buffers and inputs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
         self.teacher = nn.Linear(8, 8).requires_grad_(False)
-        self.register_buffer("queue", torch.zeros(4, 8))
-        self.plain, self.calls, self.seen = torch.zeros(8), 0, []
 
     def forward(self, x, state):
-        self.calls += 1
-        self.seen.append(self.calls)
         with torch.no_grad():
             self.teacher.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
             self.teacher.bias.data.add_(1)
-            self.queue = torch.roll(self.queue, 1, 0)
-            self.plain += x.mean(0)
             state.add_(1)
-        random.random()
-        return self.norm(F.dropout(self.linear(x), 0.5)) + self.teacher(x)
+        return self.norm(self.linear(x)) + self.teacher(x)
 
 
 def test_graph_that_was_made_before_stays_valid(bf16: Any) -> None:
