@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from autoamp.tuning import Outcome, Proposal, Survey, Use
 
 
-def use(
-    target: str,
-    policy: str,
-    fp32: float,
-    half: float,
-    *,
-    casts: float = 0.0,
-    calls: int = 1,
-    error: float | None = 0.001,
-    overflow: int = 0,
-    module_class: str | None = None,
-    module: str | None = None,
-) -> Use:
+def use(target: str, policy: str, fp32: float, half: float, *, casts: float = 0.0, **fields: Any) -> Use:
     """Return a use whose variants take so many microseconds."""
-    seconds = {"fp32": fp32, "half": half, "half_cast": half + casts}
-    return Use(
-        f"torch.{target}", target, policy, module_class, "net.py:7", module, calls,
-        {name: 1e-6 * value for name, value in seconds.items()},
-        overflow=overflow, largest=17 if overflow else 0, error=error,
-    )  # fmt: skip
+    seconds = {"fp32": 1e-6 * fp32, "half": 1e-6 * half, "half_cast": 1e-6 * (half + casts)}
+    largest = 17 if fields.get("overflow") else 0
+    planted = {"calls": 1, "location": "net.py:7", "seconds": seconds, "error": 0.001, "largest": largest, **fields}
+    return Use(f"torch.{target}", target, policy, **planted)
 
 
 def survey(*uses: Use, steps: int = 1) -> Survey:

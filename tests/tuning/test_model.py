@@ -5,19 +5,64 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autoamp.tuning import proposals_of
+import pytest
+
+from autoamp.tuning import Use, proposals_of
 from tests.tuning.planted import survey, use
+
+MUL = ("__mul__", "__rmul__", "mul", "multiply")
+BAD = use("linear", "fp16", 100, 50, overflow=1, module_class="net.Head")
+GOOD = use("linear", "fp16", 1000, 500, module_class="net.Block")
+GATE = use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate", seconds={})
+SCORES = use("__matmul__", "fp16", 100, 50, overflow=4, module_class="net.Scores")
 
 
 def changes(*uses, **how):
     return {one.name: (one.value, one.kind) for one in proposals_of(survey(*uses), **how)}
 
 
+@pytest.mark.parametrize(
+    ("uses", "expected"),
+    [
+        # Its casts decide whether it pays.
+        ([use("linear", "fp16", 100, 90, casts=50)], {}),
+        ([use("softmax", "fp32", 100, 80, casts=30)], {}),
+        ([use("softmax", "fp32", 100, 40, casts=10)], {"softmax": ("fp16", "profitable")}),
+        # Whether it is safe is unknown.
+        ([use("softmax", "fp32", 100, 40, error=None)], {}),
+        ([use("softmax", "fp32", 100, 140)], {}),
+        # It is in fp32 already.
+        ([use("exp", "fp32", 100, 50, overflow=3)], {}),
+        # The error of what no list casts is that of its arguments.
+        ([use("sub", "promote", 100, 50, error=3.0), use("mul", "unlisted", 100, 50, error=3.0)], {}),
+        # It takes no time.
+        ([use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)], {}),
+        # torch's own class would mean all modules of it.
+        ([replace(BAD, module_class="torch.nn.Linear"), GOOD], {"linear": ("fp32", "unsafe")}),
+        # Half precision pays nowhere else.
+        ([BAD, use("linear", "fp16", 500, 1000)], {"linear": ("fp32", "unsafe")}),
+        # The list has `__matmul__`: a rule on `matmul` would not act.
+        ([SCORES], {"__matmul__": ("fp32", "unsafe")}),
+        ([SCORES, use("__matmul__", "fp16", 1000, 500)], {"net.Scores": ("fp32", "unsafe")}),
+        ([use("__matmul__", "fp16", 100, 700)], {"__matmul__": ("none", "unprofitable")}),
+        # An op on no list is in fp32 in a class alone if it is called elsewhere, and nothing that pays is in the class.
+        ([GATE, replace(GATE, overflow=0, module_class="net.Block")], {"net.Gate": ("fp32", "unsafe")}),
+        ([GATE], dict.fromkeys(MUL, ("fp32", "unsafe"))),
+        (
+            [GATE, replace(GATE, overflow=0, module_class="net.Block"), replace(GOOD, module_class="net.Gate")],
+            dict.fromkeys(MUL, ("fp32", "unsafe")),
+        ),
+    ],
+)
+def test_changes_of_a_list(uses: list[Use], expected: dict[str, tuple[str, str]]) -> None:
+    assert changes(*uses) == expected
+
+
 def test_an_op_that_overflows_goes_to_fp32_whatever_it_costs() -> None:
     tiny = replace(use("mul", "unlisted", 0, 0, overflow=3), seconds={})
     found = {one.name: one for one in proposals_of(survey(use("linear", "fp16", 100, 50), tiny))}
     # `y * y` and `torch.mul(y, y)` look alike where no list has the op, and a rule on one does not act on the other.
-    assert sorted(found) == ["__mul__", "__rmul__", "mul", "multiply"]
+    assert sorted(found) == list(MUL)
     for one in found.values():
         assert (one.value, one.kind) == ("fp32", "unsafe")
         assert one.reason == "3 of its arguments and results overflow in float16 at net.py:7, up to 2^18"
@@ -30,23 +75,10 @@ def test_an_op_with_a_large_error_goes_to_fp32() -> None:
     assert "inf or nan" in proposals_of(survey(use("linear", "fp16", 100, 50, error=math.inf)))[0].reason
 
 
-def test_the_error_of_what_no_list_casts_is_none_of_its_own() -> None:
-    assert changes(use("sub", "promote", 100, 50, error=3.0), use("mul", "unlisted", 100, 50, error=3.0)) == {}
-
-
-def test_what_is_in_fp32_already_is_not_proposed() -> None:
-    assert changes(use("exp", "fp32", 100, 50, overflow=3)) == {}
-
-
 def test_an_op_that_does_not_pay_is_left_alone() -> None:
     found = proposals_of(survey(use("conv2d", "fp16", 100, 700), use("linear", "fp16", 1000, 500, casts=10), steps=2))
     assert [(one.name, one.value, one.kind) for one in found] == [("conv2d", "none", "unprofitable")]
     assert found[0].reason == "does not pay on cpu: fp32 50 us, float16 350 us, with casts 350 us a step"
-
-
-def test_an_op_whose_casts_decide_whether_it_pays_stays_as_the_lists_have_it() -> None:
-    assert changes(use("linear", "fp16", 100, 90, casts=50)) == {}
-    assert changes(use("softmax", "fp32", 100, 80, casts=30)) == {}
 
 
 def test_an_op_that_cannot_be_run_in_half_is_left_alone() -> None:
@@ -54,21 +86,10 @@ def test_an_op_that_cannot_be_run_in_half_is_left_alone() -> None:
     assert (found.value, found.reason) == ("none", "it cannot be run in float16 on cpu")
 
 
-def test_a_safe_op_that_pays_goes_to_half() -> None:
-    assert changes(use("softmax", "fp32", 100, 40, casts=10)) == {"softmax": ("fp16", "profitable")}
-    assert changes(use("softmax", "fp32", 100, 40, error=None)) == {}
-    assert changes(use("softmax", "fp32", 100, 140)) == {}
-
-
 def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
-    bad = use("linear", "fp16", 100, 50, overflow=1, module_class="net.Head")
-    good = use("linear", "fp16", 1000, 500, module_class="net.Block")
-    (found,) = proposals_of(survey(bad, good))
+    (found,) = proposals_of(survey(BAD, GOOD))
     assert (found.name, found.value, found.of_module) == ("net.Head", "fp32", True)
     assert found.reason.startswith("linear is unsafe in this class, and pays elsewhere: 1 of its arguments and results")
-    # Torch's own class would mean all of it, and where it pays nowhere else there is nothing to keep.
-    assert changes(replace(bad, module_class="torch.nn.Linear"), good) == {"linear": ("fp32", "unsafe")}
-    assert changes(bad, use("linear", "fp16", 500, 1000)) == {"linear": ("fp32", "unsafe")}
 
 
 def test_two_unsafe_ops_of_one_class_are_one_entry() -> None:
@@ -80,33 +101,7 @@ def test_two_unsafe_ops_of_one_class_are_one_entry() -> None:
     assert "; conv1d is unsafe in this class" in found.reason
 
 
-def test_an_operator_on_a_list_is_named_as_that_list_has_it() -> None:
-    """By op, and by class: the list has ``__matmul__``, so that a rule on ``matmul`` would not act."""
-    bad = use("__matmul__", "fp16", 100, 50, overflow=4, module_class="net.Scores")
-    good = use("__matmul__", "fp16", 1000, 500, module_class="net.Block")
-    assert changes(bad) == {"__matmul__": ("fp32", "unsafe")}
-    assert changes(bad, good) == {"net.Scores": ("fp32", "unsafe")}
-    assert changes(use("__matmul__", "fp16", 100, 700)) == {"__matmul__": ("none", "unprofitable")}
-
-
-def test_an_op_on_no_list_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
-    bad = replace(use("mul", "unlisted", 0, 0, overflow=4, module_class="net.Gate"), seconds={})
-    good = replace(use("mul", "unlisted", 0, 0, module_class="net.Block"), seconds={})
-    (found,) = proposals_of(survey(bad, good))
-    assert (found.name, found.value, found.of_module) == ("net.Gate", "fp32", True)
-    # A class whose other ops pay in half keeps them there.
-    inner = use("linear", "fp16", 1000, 500, module_class="net.Gate")
-    assert set(changes(bad, good, inner)) == {"__mul__", "__rmul__", "mul", "multiply"}
-    # Where it is called nowhere else there is nothing to keep.
-    assert set(changes(bad)) == {"__mul__", "__rmul__", "mul", "multiply"}
-
-
-def test_small_ops_are_left_as_they_are() -> None:
-    assert changes(use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)) == {}
-
-
 def test_a_total_is_of_all_calls() -> None:
     one = use("linear", "fp16", 3, 2, calls=4)
     assert one.total("fp32") == 4 * 3e-6
     assert one.total("unknown") is None
-    assert replace(one, seconds={}).total("fp32") is None
