@@ -21,16 +21,15 @@ class Notes(Observer):
         self.over = 0
 
     def before(self, call: Call) -> Any:
-        self.told.append(("before", call.op.name, call.casting, call.site.module))
         # Neither cast nor told of.
         assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.float32
-        return len(self.told)
+        return call.op.name, call.casting, None if call.outer is None else call.outer.op.name
 
     def after(self, call: Call, state: Any, result: Any) -> None:
-        self.told.append(("after", state, result.dtype, None if call.outer is None else call.outer.op.name))
+        self.told.append((*state, result.dtype))
 
     def failed(self, call: Call, state: Any, error: BaseException) -> None:
-        self.told.append(("failed", state, type(error)))
+        self.told.append((*state, type(error)))
 
     def ended(self) -> None:
         self.over += 1
@@ -56,6 +55,20 @@ def test_off_the_same_functions_are_installed(handle: autoamp.Handle) -> None:
     second.stop()
     assert [vars(owner)[name].__code__ for owner, name in names] == before
     assert (one.over, other.over) == (1, 1)
+
+
+def test_it_is_told_of_calls_and_of_their_errors(handle: autoamp.Handle) -> None:
+    notes, x = Notes(), torch.ones(1, 2)
+    with handle.observe(notes):
+        F.softmax(x, -1)
+        with handle.disable_casts(), pytest.raises(RuntimeError):
+            F.linear(x, torch.ones(3, 3))
+    softmax = "torch.nn.functional.softmax"
+    assert notes.told == [
+        ("torch.Tensor.softmax", False, softmax, torch.float32),
+        (softmax, True, None, torch.float32),
+        ("torch.nn.functional.linear", False, None, RuntimeError),
+    ]
 
 
 def test_it_ends_with_the_handle(handle: autoamp.Handle) -> None:

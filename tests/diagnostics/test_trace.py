@@ -112,11 +112,12 @@ def test_dict_json_and_print(handle: Any) -> None:
         Model()(torch.randn(2, 4))
     found = json.loads(trace.to_json())
     assert found == trace.to_dict()
+    row = found["rows"][0]
+    assert (found["kind"], row["module"], row["module_class"]) == ("autoamp.trace", "fc", "Linear")
+    assert str(row["location"]).startswith("tests/diagnostics/test_trace.py:")
     # As csv.DictWriter writes it.
-    assert str(trace.to_dict()["rows"][0]["dtypes_in"]) == "{'float32': 9}"
-    assert (found["kind"], found["rows"][0]["module"]) == ("autoamp.trace", "fc")
+    assert str(row["dtypes_in"]) == "{'float32': 9}"
     assert [row["casts"] for row in found["rows"]] == [7, 1, 3]
-    assert found["rows"][0]["dtypes_in"] == {"float32": 9}
     assert "nn.functional.linear" in str(trace)
 
 
@@ -147,3 +148,27 @@ def test_paths_follow_a_model_that_changes(handle: Any) -> None:
     assert paths(whole) == ["0.0", "0.<Linear>"]
     del whole[0]
     assert paths(nn.Sequential(nn.Identity(), root)) == ["1.0", "1.<Linear>"]
+
+
+class Odd(nn.Module):
+    """Its modules have names of markup, and of 300 letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("[bold]odd[/bold]", nn.Linear(2, 2))
+        self.add_module("q" * 300, nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+def test_a_table_shows_names_as_they_are_and_whole(handle: Any) -> None:
+    with handle.trace() as trace:
+        Odd()(torch.ones(1, 2))
+    assert "[bold]odd[/bold]" in str(trace)
+    assert str(trace).count("q") == 300
+    with handle.trace() as empty:
+        pass
+    assert str(empty) == "Casts: nothing\n"
