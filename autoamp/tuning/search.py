@@ -40,30 +40,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """The runs of one list, one for each seed, up to the first that failed."""
+    """The runs of one list, one for each seed, up to the first that failed.
 
-    outcomes: tuple[Outcome, ...]
+    Attributes:
+        failed: Why a run failed, None if none did.
+        metrics: The metric of each run; nan if it reported none.
+        seconds: The median time, None if a run has none.
+    """
 
-    @property
-    def failed(self) -> str | None:
-        """Why a run failed, None if none did."""
-        return next((outcome.failed for outcome in self.outcomes if outcome.failed is not None), None)
-
-    @property
-    def metrics(self) -> tuple[float, ...]:
-        """The metric of each run; nan if it reported none."""
-        return tuple(math.nan if outcome.metric is None else outcome.metric for outcome in self.outcomes)
+    failed: str | None
+    metrics: tuple[float, ...]
+    seconds: float | None
 
     @property
     def metric(self) -> float:
-        """Their mean; nan if one run reported none."""
+        """The mean of the metrics; nan if one run reported none."""
         return statistics.fmean(self.metrics)
-
-    @property
-    def seconds(self) -> float | None:
-        """The median time, None if a run has none."""
-        found = [outcome.seconds for outcome in self.outcomes if outcome.seconds is not None]
-        return statistics.median(found) if len(found) == len(self.outcomes) else None
 
 
 @dataclass
@@ -151,7 +143,10 @@ class Search(ProgramSearch):
             # A list that fails or diverges with one seed needs no other.
             if outcomes[-1].failed is not None or not math.isfinite(outcomes[-1].metric or 0.0):
                 break
-        return Trial(tuple(outcomes))
+        metrics = tuple(math.nan if outcome.metric is None else outcome.metric for outcome in outcomes)
+        seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
+        median = statistics.median(seconds) if len(seconds) == len(outcomes) else None
+        return Trial(outcomes[-1].failed, metrics, median)
 
     def _why_not(self, candidate: tuple[Proposal, ...], trial: Trial) -> str | None:
         """Take a candidate that is good and not slower than the best; else return why it is not taken."""
@@ -175,9 +170,7 @@ class Search(ProgramSearch):
 
     def _slower(self, trial: Trial) -> str | None:
         """Return that a trial is slower than the best so far, None if it is not."""
-        best = self.best
-        if best is None or best.seconds is None or trial.seconds is None:
+        best = None if self.best is None else self.best.seconds
+        if best is None or trial.seconds is None or trial.seconds <= best * (1 + NOISE):
             return None
-        if trial.seconds <= best.seconds * (1 + NOISE):
-            return None
-        return f"a step takes {1e3 * trial.seconds:.3g} ms, without it {1e3 * best.seconds:.3g} ms"
+        return f"a step takes {1e3 * trial.seconds:.3g} ms, without it {1e3 * best:.3g} ms"
