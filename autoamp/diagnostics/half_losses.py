@@ -1,12 +1,16 @@
 """Losses of half precision that make no inf: swallowed updates, rounded optimizer state, gradients summed in half.
 
-They are looked for in steps 1, 4, 16, 64 and so on of each optimizer of torch's class. Other steps cost two calls in
-Python. No result changes, and each kind of loss is told once.
+They are looked for in steps 1, 4, 16, 64 and so on of each optimizer of torch's class, in fp32 copies of at most 2,047
+elements of each tensor. Of a DTensor these are from the part of this rank. Other steps cost two calls in Python. No
+result changes, and each kind of loss is told once.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import inspect
+import itertools
 import logging
 import sys
 import weakref
@@ -17,14 +21,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from autoamp.diagnostics import half_samples
 from autoamp.diagnostics.tables import first_of
 from autoamp.errors import warn_user
 from autoamp.program import listen
-from autoamp.stepping import named_params
-from autoamp.tensors import dtype_name
+from autoamp.scaling import is_sharded, local_of
+from autoamp.stepping import living_optimizers_and_modules, named_params, stepped_params
+from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.torch_private import has_step_pre_hooks, undisturbed
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,13 @@ _T = TypeVar("_T")
 _LOST_OF_SUM = 0.01
 # Below this part of its highest learning rate an optimizer has all but ended.
 _LOW_LR = 0.1
+# Tensors of at most so many elements are looked at whole, and the sums of so many gradients.
+_FEW, _SUMS = 1024, 4
+# Their steps are those of each element by itself, so that a few elements step as they do among all.
+_ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
 
 _MASTERS = 'Keep fp32 master weights (opt_level="O2" or FP16_Optimizer)'
 _REMEDIES = {
@@ -46,6 +58,61 @@ _REMEDIES = {
 }
 
 
+class _GradientSum:
+    """What half precision loses as backward passes add to a parameter's ``.grad``, until `stop`.
+
+    Attributes:
+        param: The parameter.
+        passes: How many passes added to it.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = param
+        self.passes = 0
+        self._sum: Any = None
+        self._last: Any = None
+        self._error: Any = 0.0
+        self._hooks = [param.register_hook(self._arrived), param.register_post_accumulate_grad_hook(self._added)]
+
+    def stop(self) -> float:
+        """Remove the hooks. Return the norm of what was lost, as a part of the norm of the sum in fp32."""
+        for hook in self._hooks:
+            hook.remove()
+        return 0.0 if self.passes < 2 else float(self._error.norm() / (self._last - self._error).norm())
+
+    def _arrived(self, grad: Tensor) -> None:
+        """Called with the gradient of a pass, before it is added."""
+        self._sum = None
+        with contextlib.suppress(Exception), undisturbed():
+            held = _few_of_grad(self.param)
+            if held is None or not held.any():
+                self._error, self.passes = 0.0, 1
+            elif self.param.grad is not None and self.param.grad.dtype in HALF_DTYPES:
+                self._sum = held.add_(_few(grad))
+
+    def _added(self, param: Tensor) -> None:
+        """Called after the gradient was added."""
+        if len(param._backward_hooks or ()) > 1 or len(param._post_accumulate_grad_hooks or ()) > 1:
+            # A hook of the program may have changed it.
+            self._sum = None
+        if self._sum is not None:
+            with contextlib.suppress(Exception), undisturbed():
+                self._last = _few_of_grad(param)
+                self._error = self._error + (self._last - self._sum)
+                self.passes += 1
+
+
+@dataclass
+class _Elements:
+    """A few elements of a half parameter before a step, in fp32, with those of its gradient and of its state."""
+
+    param: Tensor
+    group: int
+    values: Tensor
+    grad: Any
+    state: dict[str, Any]
+
+
 @dataclass
 class _Steps:
     """The steps of one optimizer.
@@ -54,22 +121,24 @@ class _Steps:
         count: How many began.
         running: The frame that calls the running one. A class's own step may call that of its base.
         closure: Whether the running one makes or changes the gradients by itself.
-        sample: Of the step that runs, if that is sampled.
-        earlier: The sample before it.
+        sample: Of the half parameters, if the step that runs is sampled.
+        earlier: The sample before it, and the number of its step.
         sums: Those of the coming step, if that is to be sampled.
-        saved: What was loaded, until it is compared.
-        buffers: The values of half buffers at the samples.
+        saved: The parameter, the name and a few elements of each state that was loaded, until it is compared.
+        buffers: The step and the largest value of half buffers at the samples, by their names.
         rates: The highest and the last learning rate of each group, as far as they were sampled.
     """
 
     count: int = 0
     running: FrameType | None = None
     closure: bool = False
-    sample: half_samples.UpdateSample | None = None
-    earlier: half_samples.UpdateSample | None = None
-    sums: Sequence[half_samples.GradientSum] = ()
-    saved: half_samples.SavedState = ()
-    buffers: half_samples.BufferValues = field(default_factory=weakref.WeakKeyDictionary)
+    sample: Sequence[_Elements] | None = None
+    earlier: tuple[int, Sequence[_Elements]] | None = None
+    sums: Sequence[_GradientSum] = ()
+    saved: Sequence[tuple[Tensor, str, Tensor]] = ()
+    buffers: weakref.WeakKeyDictionary[Module, dict[str, list[tuple[int, float]]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     rates: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -134,7 +203,7 @@ class HalfLosses:
             # A closure makes the gradients, and the program's own hooks may change them, after this.
             has_closure = any(map(callable, (*args[1:], *kwargs.values())))
             steps.closure = has_closure or has_step_pre_hooks(optimizer)
-            self.seen.update(map(id, half_samples.half_params(optimizer)))
+            self.seen.update(map(id, _half_params(optimizer)))
             self._tell(optimizer, steps, _losses_before)
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -145,11 +214,11 @@ class HalfLosses:
         if steps.sample is not None:
             self._tell(optimizer, steps, self._lost_updates)
         if _is_sampled(steps.count + 1) and not steps.sums:
-            steps.sums = _found(half_samples.sums_of, optimizer)
+            steps.sums = _found(_sums_of, optimizer)
 
     def _around_load(self, original: Callable[..., None]) -> Callable[..., None]:
         def load_state_dict(optimizer: Any, state_dict: Any) -> None:
-            saved = _found(half_samples.fp32_state, optimizer, state_dict)
+            saved = _found(_fp32_state, optimizer, state_dict)
             original(optimizer, state_dict)
             steps = self._steps.setdefault(optimizer, _Steps())
             steps.saved = saved
@@ -160,14 +229,34 @@ class HalfLosses:
         return load_state_dict
 
     def _lost_updates(self, optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
-        sample, earlier, steps.sample = steps.sample, steps.earlier, None
+        """Yield what was lost in a sampled step, after it."""
+        sample, earlier = steps.sample or (), steps.earlier
+        is_elementwise = _is_elementwise(optimizer)
+        steps.sample = None
         # An optimizer may step at each so many calls alone, and the first samples are close together.
-        steps.earlier = sample if steps.count > 1 and not half_samples.is_elementwise(optimizer) else None
+        steps.earlier = (steps.count, sample) if steps.count > 1 and not is_elementwise else None
         steady = {number for number, group in enumerate(optimizer.param_groups) if _is_steady(steps, number, group)}
-        for found in () if sample is None else sample.compare(optimizer, earlier):
-            if found.lost and found.group in steady:
-                self.lost.update(map(id, found.lost))
-                yield _row("updates", optimizer, steps, _sentence_of(optimizer, steps, found), found.group)
+        if getattr(optimizer, "grad_scale", None) is not None or bool(getattr(optimizer, "found_inf", False)):
+            # A fused optimizer unscales by itself, and skips by itself.
+            return
+        for one in sample:
+            one.grad = _few_of_grad(one.param) if one.grad is None else one.grad
+        with_grad = [one for one in sample if one.grad is not None and bool(one.grad.any())]
+        step = f"step {steps.count} of {type(optimizer).__name__}"
+        for number, some in itertools.groupby(with_grad, lambda one: one.group):
+            elements, lost, found = list(some), [], ""
+            if is_elementwise:
+                lost, share = _lost_beside_fp32(optimizer, number, elements)
+                found = f"{step} changed no bit of {share}"
+            elif earlier is not None and _are_unmoved(elements, earlier[1]):
+                lost = [one.param for one in elements]
+                found = f"no bit changed in group {number} from step {earlier[0]} to {step}, though it has gradients"
+            if lost and number in steady:
+                self.lost.update(map(id, lost))
+                dtype, least = lost[0].dtype, f"1/{4 / torch.finfo(lost[0].dtype).eps:g}"
+                swallows = f"in {dtype_name(dtype)} an update below {least} of a weight rounds away"
+                sentence = f"{found}: {swallows}, as in {_names(optimizer, lost)}"
+                yield _row("updates", optimizer, steps, sentence, number)
 
     def _tell(self, optimizer: Any, steps: _Steps, look: Callable[..., Iterable[dict[str, Any]]]) -> None:
         """Keep what a look finds, and warn of the first of each kind."""
@@ -216,7 +305,11 @@ def _is_steady(steps: _Steps, number: int, group: Mapping[str, Any]) -> bool:
 
 def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
     """Yield what was lost before a sampled step, and take the sample of it."""
-    steps.sample = half_samples.UpdateSample(optimizer, steps.count, closure=steps.closure)
+    steps.sample = [
+        _Elements(param, number, _few(param), None if steps.closure else _few_of_grad(param), _state(optimizer, param))
+        for number, group in enumerate(optimizer.param_groups)
+        for param in filter(_is_half, group["params"])
+    ]
     sums, steps.sums = steps.sums, ()
     for lost, one in sorted(((one.stop(), one) for one in sums), key=lambda pair: -pair[0])[:1]:
         if lost > _LOST_OF_SUM:
@@ -225,7 +318,7 @@ def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
                 f"{lost:.1%} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
                 f"backward passes added it up in {dtype_name(one.param.dtype)}, before step {steps.count}",
             )  # fmt: skip
-    for name, dtype, value in half_samples.stopped_buffers(steps.buffers, steps.count):
+    for name, dtype, value in _stopped_buffers(steps):
         sentence = f"the {dtype_name(dtype)} buffer {name} stopped counting at {value:g}"
         yield _row("buffer counts", optimizer, steps, sentence)
 
@@ -233,11 +326,17 @@ def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
 def _state_losses(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
     """Yield what a load lost of the state."""
     saved, steps.saved = steps.saved, ()
-    rounded = list(half_samples.rounded_state(optimizer, saved))
+    rounded = []
+    for param, name, before in saved:
+        value = optimizer.state[param].get(name)
+        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
+            after = _few(value).to(before.device)
+            if after.shape == before.shape and not torch.equal(after, before):
+                rounded.append((param, name, before, after))
     if rounded:
         params, names, *elements = zip(*rounded, strict=True)
-        before, after = (torch.cat([one.cpu() for one in some]) for some in elements)
-        changes = ((after - before) / before).abs()[(before != 0) & before.isfinite()]
+        saved_values, values = (torch.cat([one.cpu() for one in some]) for some in elements)
+        changes = ((values - saved_values) / saved_values).abs()[(saved_values != 0) & saved_values.isfinite()]
         gone = (changes == 1) | changes.isinf()
         yield _row(
             "optimizer state", optimizer, steps,
@@ -255,20 +354,139 @@ def _row(kind: str, optimizer: Any, steps: _Steps, sentence: str, group: int | N
     }  # fmt: skip
 
 
-def _sentence_of(optimizer: Any, steps: _Steps, found: half_samples.GroupUpdates) -> str:
-    dtype, names = found.lost[0].dtype, _names(optimizer, found.lost)
-    swallows = f"in {dtype_name(dtype)} an update below 1/{4 / torch.finfo(dtype).eps:g} of a weight rounds away"
-    step = f"step {steps.count} of {type(optimizer).__name__}"
-    if found.unmoved_in_fp32 is None:
-        return f"no bit of {names} changed from step {found.since} to {step}, though they have gradients: {swallows}"
-    return (
-        f"{step} changed no bit of {found.unmoved:.1%} of the elements with a gradient in group {found.group}, "
-        f"and in fp32 of {found.unmoved_in_fp32:.1%}: {swallows}, as in {names}"
-    )
-
-
 def _names(optimizer: Any, params: Sequence[Tensor]) -> str:
     """Return the names of the first of some parameters, and how many others there are."""
     wanted = {id(param) for param in params}
     names = [name for name, param in named_params(optimizer) if id(param) in wanted]
     return first_of(names, 3)
+
+
+# -- a few elements --
+
+
+def _half_params(optimizer: Any) -> list[Tensor]:
+    """Return the half parameters that an optimizer steps itself, without those of which this rank has no element."""
+    return list(filter(_is_half, stepped_params(optimizer)))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in HALF_DTYPES and local_of(tensor).numel() > 0
+
+
+def _few(tensor: Tensor) -> Tensor:
+    """Return elements at even distances, as an fp32 copy with one dimension."""
+    flat = local_of(tensor.detach()).reshape(-1)
+    # An odd distance, which does not stay in one column of a matrix.
+    return flat[:: max(1, flat.numel() // _FEW) | 1].to(torch.float32, copy=True)
+
+
+def _few_of_grad(param: Tensor) -> Tensor | None:
+    return None if param.grad is None or param.grad.layout is not torch.strided else _few(param.grad)
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer has the step of one of torch's that step each element by itself."""
+    step = inspect.unwrap(type(optimizer).step)
+    return any(isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE)
+
+
+def _lost_beside_fp32(optimizer: Any, number: int, elements: Sequence[_Elements]) -> tuple[list[Tensor], str]:
+    """Return the parameters of a group of which fp32 would have moved more than half of what did not move.
+
+    And in words, the share of the elements of the group that did not move.
+    """
+    counts, lost = [], []
+    for one, wide in zip(elements, _stepped_in_fp32(optimizer, number, elements), strict=True):
+        has_grad, stays, stays_in_fp32 = one.grad != 0, _few(one.param) == one.values, wide == one.values
+        sets = (has_grad, has_grad & stays, has_grad & stays_in_fp32, has_grad & stays & ~stays_in_fp32)
+        counts.append([int(each.sum()) for each in sets])
+        if 2 * counts[-1][3] > counts[-1][0]:
+            lost.append(one.param)
+    total, unmoved, unmoved_in_fp32, _ = map(sum, zip(*counts, strict=True))
+    elements_of = f"of the elements with a gradient in group {number}"
+    return lost, f"{unmoved / total:.1%} {elements_of}, and in fp32 of {unmoved_in_fp32 / total:.1%}"
+
+
+def _are_unmoved(elements: Sequence[_Elements], earlier: Sequence[_Elements]) -> bool:
+    """Whether no element of a group moved since an earlier sample, and nothing keeps what rounds away."""
+    before = {id(one.param): one.values for one in earlier if one.grad is not None}
+    stays = all(id(one.param) in before and torch.equal(before[id(one.param)], _few(one.param)) for one in elements)
+    return stays and not any(map(_keeps_low_bits, elements))
+
+
+def _state(optimizer: Any, param: Tensor) -> dict[str, Any]:
+    """Return copies of a parameter's optimizer state, in fp32 and of the same few elements."""
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return _few(value) if value.shape == param.shape else value.detach().float().cpu().clone()
+
+    return {name: copied(value) for name, value in optimizer.state.get(param, {}).items()}
+
+
+def _keeps_low_bits(one: _Elements) -> bool:
+    """Whether the optimizer keeps what rounds away: in masters of its own, or as the compensation of Kahan's sums."""
+    alike = [value for value in one.state.values() if isinstance(value, Tensor) and value.shape == one.values.shape]
+    rounded = (value.to(one.param.dtype).float() for value in alike)
+    return any("kahan" in name for name in one.state) or any(torch.equal(value, one.values) for value in rounded)
+
+
+def _stepped_in_fp32(optimizer: Any, number: int, elements: Sequence[_Elements]) -> list[Tensor]:
+    """Return the elements after a step in fp32, by the optimizer's own code. Nothing of the optimizer is written to."""
+    cls, options = type(optimizer), dict(optimizer.param_groups[number])
+    # Not by its constructor, which programs and other libraries hook into.
+    twin: Any = object.__new__(cls)
+    params = [Parameter(one.values.clone()) for one in elements]
+    for param, one in zip(params, elements, strict=True):
+        param.grad = one.grad
+    options.update({name: value.item() for name, value in options.items() if isinstance(value, Tensor)})
+    options.update(params=params, fused=None, foreach=None, capturable=False, differentiable=False)
+    twin.defaults, twin.param_groups = optimizer.defaults, [options]
+    twin.state = collections.defaultdict(dict)
+    twin.state.update((param, one.state) for param, one in zip(params, elements, strict=True) if one.state)
+    inspect.unwrap(cls.step)(twin)
+    return [param.detach() for param in params]
+
+
+def _sums_of(optimizer: Any) -> list[_GradientSum]:
+    """Watch the sums of gradients of an optimizer's few smallest half parameters, which are vectors as a rule."""
+    params = [one for one in _half_params(optimizer) if one.requires_grad and one.is_leaf and not is_sharded(one)]
+    return [_GradientSum(param) for param in sorted(params, key=Tensor.numel)[:_SUMS]]
+
+
+def _fp32_state(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, str, Tensor]]:
+    """Return a few elements of each fp32 state of half parameters in a state dict that is about to be loaded."""
+    saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    return [
+        (param, name, _few(value))
+        for key, param in zip(saved, stepped_params(optimizer), strict=False)
+        if _is_half(param)
+        for name, value in state_dict["state"].get(key, {}).items()
+        if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
+    ]
+
+
+def _stopped_buffers(steps: _Steps) -> Iterator[tuple[str, torch.dtype, float]]:
+    """Yield the name, dtype and largest value of each half buffer that counted and is too large to count on.
+
+    Its largest value grew by the same whole number in each step, now grows by less, and adding that number to it rounds
+    away.
+    """
+    for module in living_optimizers_and_modules()[1]:
+        # A module that is half built has no buffers.
+        with contextlib.suppress(AttributeError):
+            for name, buffer in module.named_buffers(recurse=False):
+                if not _is_half(buffer) or buffer.is_meta:
+                    continue
+                known = steps.buffers.setdefault(module, {}).setdefault(name, [])
+                known.append((steps.count, float(_few(buffer).max())))
+                if len(known) > 2 and _has_stopped(known[-3:], buffer.dtype):
+                    yield f"{type(module).__name__}.{name}", buffer.dtype, known[-1][1]
+
+
+def _has_stopped(values: Sequence[tuple[int, float]], dtype: torch.dtype) -> bool:
+    before, now = ((value - last) / (step - at) for (at, last), (step, value) in itertools.pairwise(values))
+    last = values[-1][1]
+    counts = before >= 1.0 and before.is_integer() and 0.0 <= now < before
+    return counts and float(torch.tensor(last + before, dtype=dtype)) == last
