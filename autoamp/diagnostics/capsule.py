@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoamp.diagnostics.evidence import Evidence, Named
 from autoamp.diagnostics.findings import explain_evidence
+from autoamp.diagnostics.origins import Evidence, Named
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 from autoamp.errors import TapeError, UsageError
 from autoamp.stepping import several_processes

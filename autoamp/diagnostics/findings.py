@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with, is_half
-from autoamp.diagnostics.evidence import Evidence
 from autoamp.diagnostics.op_names import CASTS
-from autoamp.diagnostics.origins import Followed, NonFiniteOrigin, bare_op
+from autoamp.diagnostics.origins import Evidence, Followed, NonFiniteOrigin, bare_op
 from autoamp.diagnostics.roundings import errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,
@@ -36,6 +35,11 @@ def unlocated(why: str) -> Overflow:
     return Overflow(NotLocated(why))
 
 
+def by_communication() -> Overflow:
+    """Return the finding for gradients that came out of a reduction over ranks with inf or nan."""
+    return Overflow(Communication(), suggestion="trace overflows on all ranks, and look at what the other ranks log")
+
+
 def explain_evidence(step: Evidence) -> Overflow:
     """Run a step again, and return what made inf or nan."""
     try:
@@ -53,7 +57,12 @@ def _first_cause(step: Evidence) -> Overflow | None:
     half = step.follow()
     origins = _causes(step, half)
     if not origins:
-        return _outside_finding(step, half)
+        # Nothing in this step made it.
+        if any(map(_is_reduced(step), half.at_gradients)):
+            return by_communication()
+        if any(map(_is_old_gradient(step), half.at_gradients)):
+            return unlocated("gradients that were not set to zero held inf or nan before the step")
+        return None
     if step.scale > 1.0:
         at_one = step.follow(factor=1.0 / step.scale)
         lower = _causes(step, at_one)
@@ -88,16 +97,6 @@ def _is_old_gradient(step: Evidence) -> Callable[[NonFiniteOrigin], bool]:
     """Return what tells whether inf or nan is of an earlier step, whose gradients were not set to zero."""
     memories = {one.ref.memory for one in step.named if one.kind == "grad"}
     return lambda origin: origin.ref.memory in memories
-
-
-def _outside_finding(step: Evidence, run: Followed) -> Overflow | None:
-    """Return the finding for inf or nan in gradients that nothing in this step made."""
-    if any(map(_is_reduced(step), run.at_gradients)):
-        advice = "trace overflows on all ranks, and look at what the other ranks log"
-        return Overflow(Communication(), suggestion=advice)
-    if any(map(_is_old_gradient(step), run.at_gradients)):
-        return unlocated("gradients that were not set to zero held inf or nan before the step")
-    return None
 
 
 def _cause(step: Evidence, half: Followed, origin: NonFiniteOrigin) -> Overflow:

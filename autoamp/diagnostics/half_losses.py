@@ -244,7 +244,8 @@ class HalfLosses:
         with_grad = [one for one in sample if one.grad is not None and bool(one.grad.any())]
         step = f"step {steps.count} of {type(optimizer).__name__}"
         for number, some in itertools.groupby(with_grad, lambda one: one.group):
-            elements, lost, found = list(some), [], ""
+            lost: list[Tensor] = []
+            elements, found = list(some), ""
             if is_elementwise:
                 lost, share = _lost_beside_fp32(optimizer, number, elements)
                 found = f"{step} changed no bit of {share}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,21 +28,18 @@ _RECORDED = 8
 _SUM: Any = original_of(Tensor.sum)
 
 
-class InferenceCall:
+class InferenceCall(NamedTuple):
     """A call of a model.
 
-    Args:
-        module: The model.
-
     Attributes:
+        module: The model.
         step: What is recorded of it; None if it is not.
         recorded: Ends the record.
     """
 
-    def __init__(self, module: Module) -> None:
-        self.module = unwrapped(module)
-        self.step: RecordedStep | None = None
-        self.recorded = contextlib.ExitStack()
+    module: Module
+    step: RecordedStep | None
+    recorded: contextlib.ExitStack
 
 
 class Inferences:
@@ -101,21 +98,21 @@ class Inferences:
     def begin(self, module: Module, args: Any, kwargs: Any) -> InferenceCall:
         """Begin a call; it is recorded if an earlier one gave inf or nan."""
         self.calls += 1
-        call = InferenceCall(module)
+        step, recorded = None, contextlib.ExitStack()
         if self._recorded:
             self._recorded -= 1
-            call.step = call.recorded.enter_context(self._recorder.one_step())
+            step = recorded.enter_context(self._recorder.one_step())
             self._recorder.record_call(module, args, kwargs)
-        return call
+        return InferenceCall(unwrapped(module), step, recorded)
 
     def end(self, call: InferenceCall, outputs: Any) -> None:
         """Look at the outputs of a call; None if it raised."""
         if call.step is not None:
             self._recorder.stop()
-        tensors = [local_of(tensor) for tensor in floating(outputs) if tensor.layout is torch.strided]
-        tensors = [tensor for tensor in tensors if not tensor.is_meta]
+        tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
+        kind = type(call.module)
         with call.recorded:
-            if not tensors or type(call.module) in self._on_purpose:
+            if not tensors or kind in self._on_purpose:
                 return
             with undisturbed():
                 # A sum of finite values is finite in double precision.
@@ -123,11 +120,11 @@ class Inferences:
                 flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
                 flag = flag.isfinite().logical_not()
             if call.step is None and self._unread.serves(flag.device):
-                self._unread.add(flag, functools.partial(self._known, call.module.__class__), urgent=True)
+                self._unread.add(flag, functools.partial(self._known, kind), urgent=True)
             elif bool(flag):
-                self._known(type(call.module), True)
+                self._known(kind, True)
                 if call.step is not None:
-                    self._explain_call(call, call.step, tensors)
+                    self._explain_call(kind, call.step, tensors)
 
     def _known(self, kind: type, is_nonfinite: bool) -> None:
         """Take note of a call whose outputs are known."""
@@ -137,11 +134,11 @@ class Inferences:
             if not self.found:
                 self._recorded = _RECORDED
 
-    def _explain_call(self, call: InferenceCall, step: RecordedStep, outputs: list[Tensor]) -> None:
+    def _explain_call(self, kind: type, step: RecordedStep, outputs: list[Tensor]) -> None:
         found = self._explain(step, outputs)
         self._recorded = 0
         if found is None:
-            self._on_purpose.add(type(call.module))
+            self._on_purpose.add(kind)
             self._nonfinite, self._model = 0, ""
         else:
             self.found.append(found)

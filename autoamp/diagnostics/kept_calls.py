@@ -1,30 +1,39 @@
-"""What is kept of the calls of models in a step that is not recorded, so that one that went wrong can run once more.
+"""What is kept of a step that is not recorded, so that the one call that went wrong can run once more.
 
-References are kept and no copies: the inputs, the outputs and the gradients of these. Large ones are kept as long as
+These are the calls of models, and those of torch's functions between them, such as those of the loss. References are
+kept and no copies: arguments, results, and the gradients of a model's outputs. Large ones of models are kept as long as
 the program keeps them itself. A tensor that was written to since is of no use.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import CastState
-from autoamp.diagnostics.call_sites import Caller
+from autoamp.diagnostics.call_sites import Caller, user_frame
+from autoamp.diagnostics.op_names import bare_name
 from autoamp.diagnostics.origins import nonfinite_value
+from autoamp.patching import original_of
 from autoamp.tape import CannotRerun
 from autoamp.tensors import iter_tensors, map_tensors, version_of
-from autoamp.torch_private import dispatch_modes, is_transformed, undisturbed
+from autoamp.torch_private import Unnoticed, dispatch_modes, insert_modes, is_transformed, remove_modes, undisturbed
 
-# So many calls of a step, and so many bytes that the program itself may not keep.
-_MAX_CALLS, _MAX_BYTES = 16, 2**26
+# So many calls of models in a step, and of functions between them. A program that computes more there is not looked at.
+_MAX_CALLS, _MAX_OUTSIDE_CALLS = 16, 64
+# So many bytes that the program itself may not keep.
+_MAX_BYTES = 2**26
 _TYPES = (Tensor, torch.nn.Parameter)
+# With these a program writes -inf on purpose, as into masked scores.
+_WRITERS = frozenset(("masked_fill", "where", "full", "full_like", "new_full", "fill", "index_fill", "__setitem__"))
 
 
 class KeptTensor:
@@ -82,25 +91,26 @@ class KeptCall:
 
     Args:
         module: The module.
+        args, kwargs: The arguments, with a `KeptTensor` in the place of each tensor.
+        casts: How this thread casts.
         caller: Where it is called.
-        switches: How this thread casts.
-        device_type: That of the handle.
 
     Attributes:
+        caller: As given.
         outputs: The floating tensors among its outputs.
         grads: The gradients of outputs, by their place; None for one that came in several parts.
     """
 
-    def __init__(self, module: Module, caller: Caller | None, switches: Any, device_type: str) -> None:
+    def __init__(self, module: Module, args: Any, kwargs: Any, casts: CastState, caller: Caller | None) -> None:
         self._module = weakref.ref(module)
         # One for a loss may be made for this call. Others live as long as the program keeps them.
         self._loss = module if next(module.parameters(), None) is None else None
-        self.args: Any = ()
-        self.kwargs: Any = {}
+        self._given = args, kwargs
         self.outputs: list[KeptTensor] = []
         self.grads: dict[int, KeptTensor | None] = {}
         self.caller = caller
-        self._switches = switches
+        self._casts, self._switches = casts, casts.mode()
+        device_type = casts.device_type
         is_cast = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type)) if is_cast else None
         self._random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -113,10 +123,9 @@ class KeptCall:
             raise CannotRerun("a model of the step is gone")
         return module
 
-    def bad_inputs(self) -> list[Tensor]:
-        """Return those of its inputs that hold inf or nan. Raises CannotRerun if inputs are gone."""
-        inputs = floating(map_kept((self.args, self.kwargs), KeptTensor.as_input))
-        return [tensor for tensor in inputs if nonfinite_value(tensor)]
+    def inputs(self) -> Any:
+        """Return its ``args`` and ``kwargs``. Raises CannotRerun if inputs are gone."""
+        return _map_kept(self._given, KeptTensor.as_input)
 
     def is_finite(self) -> bool:
         """Whether all outputs were finite. Raises CannotRerun if that is not known."""
@@ -134,13 +143,13 @@ class KeptCall:
         return [None if one is None else one.get("the gradient of an output") for one in kept]
 
     @contextlib.contextmanager
-    def as_cast(self, casts: CastState) -> Iterator[None]:
+    def as_cast(self) -> Iterator[None]:
         """Cast in a ``with`` statement as where the module was called."""
         autocast = contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast)
-        with casts.switched(*self._switches), autocast, torch.enable_grad():
+        with self._casts.switched(*self._switches), autocast, torch.enable_grad():
             yield
 
-    def run(self, casts: CastState) -> list[Tensor]:
+    def run(self) -> list[Tensor]:
         """Call the module once more. What that writes is for the caller to undo.
 
         Returns:
@@ -149,12 +158,12 @@ class KeptCall:
         Raises:
             CannotRerun: The inputs are gone, or the outputs are others than in the step.
         """
-        inputs = map_kept((self.args, self.kwargs), KeptTensor.as_input)
+        args, kwargs = self.inputs()
         torch.set_rng_state(self._random[0])
         if self._random[1] is not None:
             torch.cuda.set_rng_state(self._random[1])
-        with self.as_cast(casts):
-            outputs = floating(self.module(*inputs[0], **inputs[1]))
+        with self.as_cast():
+            outputs = floating(self.module(*args, **kwargs))
         with undisturbed():
             if len(outputs) != len(self.outputs) or not all(
                 _is_same(new, old.get("an output")) for new, old in zip(outputs, self.outputs, strict=True)
@@ -176,35 +185,29 @@ class KeptCalls:
         self.incomplete: str | None = None
         self._nbytes = 0
 
-    def begin(
-        self, module: Module, args: Any, kwargs: Any, switches: Any, device_type: str, caller: Caller | None
-    ) -> KeptCall | None:  # fmt: skip
+    def begin(self, module: Module, args: Any, kwargs: Any, *where: Any) -> KeptCall | None:
         """Keep the inputs of a call; see `KeptCall`. None if the call is not kept."""
         if self.incomplete is None and len(self.calls) == _MAX_CALLS:
             self.incomplete = f"the step has more than {_MAX_CALLS} calls of models"
         if self.incomplete is not None:
             return None
-        call = KeptCall(module, caller, switches, device_type)
-        call.args, call.kwargs = map_tensors((args, kwargs), self._keep)
+        call = KeptCall(module, *map_tensors((args, kwargs), self.keep), *where)
         self.calls.append(call)
         return call
 
     def end(self, call: KeptCall, outputs: Any) -> None:
         """Keep the outputs of a call, and their gradients when these come."""
         for place, tensor in enumerate(floating(outputs)):
-            call.outputs.append(self._keep(tensor))
+            call.outputs.append(self.keep(tensor))
             if tensor.grad_fn is not None:
                 tensor.register_hook(_KeepGrad(self, call, place))
-
-    def note_grad(self, call: KeptCall, place: int, grad: Tensor) -> None:
-        """Keep the gradient of an output."""
-        call.grads[place] = None if place in call.grads else self._keep(grad)
 
     def drop(self) -> None:
         """Drop what is kept, and keep no more."""
         self.calls, self.incomplete = [], "the step was dropped"
 
-    def _keep(self, tensor: Tensor) -> KeptTensor:
+    def keep(self, tensor: Tensor) -> KeptTensor:
+        """Keep a tensor. Raises CannotRerun if it is of no use."""
         if type(tensor) not in _TYPES or tensor.layout is not torch.strided or is_transformed(tensor):
             raise CannotRerun(f"a tensor is a {type(tensor).__name__} of layout {tensor.layout}")
         # The memory of a device is not for this.
@@ -227,7 +230,8 @@ class _KeepGrad:
     def __call__(self, grad: Tensor) -> None:
         try:
             if self._kept.incomplete is None:
-                self._kept.note_grad(self._call, self._place, grad)
+                grads, place = self._call.grads, self._place
+                grads[place] = None if place in grads else self._kept.keep(grad)
         except CannotRerun as error:
             self._kept.incomplete = str(error)
 
@@ -237,7 +241,7 @@ def floating(value: Any) -> list[Tensor]:
     return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point()]
 
 
-def map_kept(value: Any, convert: Callable[[KeptTensor], Any]) -> Any:
+def _map_kept(value: Any, convert: Callable[[KeptTensor], Any]) -> Any:
     """Return nested arguments with each `KeptTensor` converted."""
     return map_tensors(value, lambda tensor: tensor, lambda one: convert(one) if isinstance(one, KeptTensor) else one)
 
@@ -245,3 +249,116 @@ def map_kept(value: Any, convert: Callable[[KeptTensor], Any]) -> Any:
 def _is_same(new: Tensor, old: Tensor) -> bool:
     same = new.dtype is old.dtype and new.shape == old.shape
     return same and bool(((new == old) | (new.isnan() & old.isnan())).all())
+
+
+def key_of(tensor: Tensor) -> Any:
+    """Return what a tensor is known by as long as its memory is kept."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class OutsideCall(NamedTuple):
+    """A call of a function of torch outside of models.
+
+    Attributes:
+        func: The function.
+        args, kwargs: The arguments, with a `KeptTensor` in the place of each tensor.
+        caller: The line of the program.
+        results: The floating tensors that it returned.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    caller: Caller | None
+    results: list[KeptTensor]
+
+    def run(self) -> list[Tensor]:
+        """Call the function once more, and return the floating tensors that it returns."""
+        args, kwargs = _map_kept((self.args, self.kwargs), KeptTensor.get)
+        return floating(self.func(*args, **kwargs))
+
+
+class OutsideCalls(Unnoticed, TorchFunctionMode):
+    """Keeps the functions of torch that this thread calls between `resume` and `pause`, until `drop`.
+
+    The values tell which call made inf or nan of finite values.
+
+    It keeps no more once a step had too many calls there, or too large values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_on = True
+        self._calls: list[OutsideCall] = []
+        self._nbytes = 0
+
+    def resume(self) -> None:
+        """Keep calls from now on."""
+        if self._is_on:
+            insert_modes(self)
+
+    def pause(self) -> None:
+        """Keep no more, until `resume`."""
+        remove_modes(self)
+
+    def drop(self) -> None:
+        """Drop the calls."""
+        self._calls, self._nbytes = [], 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        func, kwargs = original_of(func), kwargs or {}
+        if not self._is_on or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        kept = map_tensors((args, kwargs), self._keep)
+        result = func(*args, **kwargs)
+        if results := [self._keep(tensor) for tensor in floating(result)]:
+            caller = Caller.of(user_frame(sys._getframe(1)))
+            self._calls.append(OutsideCall(func, kept[0], kept[1], caller, results))
+        if len(self._calls) > _MAX_OUTSIDE_CALLS or self._nbytes > _MAX_BYTES:
+            self._is_on = False
+            self.drop()
+        return result
+
+    def _keep(self, tensor: Tensor) -> Any:
+        # One of a transform is known by no memory.
+        is_plain = tensor.layout is torch.strided and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        # On a device its memory counts, and the host knows too late what went wrong.
+        if not is_plain or is_transformed(tensor) or tensor.device.type != "cpu":
+            self._is_on = False
+            return tensor
+        self._nbytes += tensor.nbytes
+        return KeptTensor(tensor)
+
+    def origin_of(self, key: Any) -> OutsideCall | None:
+        """Return the call that made the inf or nan in a tensor of finite values; None if it came from elsewhere.
+
+        Args:
+            key: The `key_of` the tensor.
+
+        Raises:
+            CannotRerun: A value on the way was written to.
+        """
+        return self._origin(key, len(self._calls)) if self._is_on else None
+
+    def _origin(self, key: Any, end: int) -> OutsideCall | None:
+        made = [place for place in range(end) if any(key_of(one.tensor) == key for one in self._calls[place].results)]
+        if not made:
+            return None
+        place = made[-1]
+        call = self._calls[place]
+        kept: list[KeptTensor] = []
+        _map_kept((call.args, call.kwargs), kept.append)
+        given = [(one, nonfinite_value(one.tensor)) for one in kept if one.tensor.is_floating_point()]
+        for value in ("nan", "inf"):
+            for one in (one for one, found in given if found == value and not one.is_stale):
+                origin = self._origin(key_of(one.tensor), place)
+                # An inf that was written on purpose is not the cause of what a function makes nan of it.
+                is_mask = value == "inf" and origin is not None and bare_name(origin.func) in _WRITERS
+                return call if is_mask and nonfinite_value(*(one.tensor for one in call.results)) == "nan" else origin
+        for one in (one for one, _ in given if one.is_stale):
+            if (origin := self._origin(key_of(one.tensor), place)) is not None:
+                return origin
+            raise CannotRerun("a tensor outside of the model was written to since")
+        return call

@@ -1,4 +1,4 @@
-"""Follows inf and nan through a tape: which operator made them of finite values, and whether they reach gradients.
+"""Follows inf and nan through the tape of a step: which operator made them, and whether they reach gradients.
 
 An inf or nan is followed from the operator that made it (its *origin*) through those that pass it on, until one gives a
 finite result, as a softmax does of a mask.
@@ -210,6 +210,52 @@ class Followed:
             self._flawed[ref.memory] = origin
             if op.phase == "backward":
                 self._unread[ref.memory] = origin
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor of a step that has a name.
+
+    Attributes:
+        kind: ``"input"``, ``"weight"``, ``"grad"`` or ``"loss"``.
+        name: That of the argument of ``forward``, or of the parameter or buffer.
+        model: The class of the model.
+        ref: What the tape calls it.
+        has_grad: Whether an input requires gradients: as a rule an op computed it.
+    """
+
+    kind: str
+    name: str
+    model: str
+    ref: Ref
+    has_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a verdict is found by, also on another machine.
+
+    Attributes:
+        tape: The step.
+        named: Its tensors that have names.
+        scale: The loss scale.
+        half_dtype: That of the handle.
+    """
+
+    tape: Tape
+    named: tuple[Named, ...]
+    scale: float
+    half_dtype: torch.dtype
+
+    def follow(self, in_fp32: Callable[[Op], bool] = lambda op: False, **options: Any) -> Followed:
+        """Run the tape again; the options are those of `Followed`."""
+        inputs = frozenset(one.ref.memory for one in self.named if one.kind == "input")
+        return Followed(self.tape, in_fp32, inputs=inputs, **options)
+
+    def values(self, kind: str, half: Rerun, wide: Rerun) -> list[tuple[str, Tensor, Tensor]]:
+        """Return the tensors of a kind with their names, as two runs that have ended computed them, both in fp32."""
+        refs = {one.ref: one.name for one in self.named if one.kind == kind and 0 not in one.ref.size}
+        return [(name, half.value(ref).float(), wide.value(ref).float()) for ref, name in refs.items()]
 
 
 def _taken_by(place: Place, op: Op) -> Place:

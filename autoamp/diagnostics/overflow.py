@@ -13,26 +13,24 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor
 
 from autoamp.auto_scaling import reached_by
 from autoamp.casting import CastState
+from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.capsule import CapsuleWriter
-from autoamp.diagnostics.evidence import Evidence, named_tensors
-from autoamp.diagnostics.findings import explain_evidence, unlocated
+from autoamp.diagnostics.findings import by_communication, explain_evidence, unlocated
 from autoamp.diagnostics.inferences import Inferences
-from autoamp.diagnostics.kept_calls import KeptCall
-from autoamp.diagnostics.kept_state import KeptState
+from autoamp.diagnostics.kept_calls import KeptCall, floating, key_of
 from autoamp.diagnostics.observer import Observation
-from autoamp.diagnostics.origins import nonfinite_value
-from autoamp.diagnostics.outside_calls import key_of
-from autoamp.diagnostics.second_calls import why_not_again
+from autoamp.diagnostics.origins import Evidence, nonfinite_value
+from autoamp.diagnostics.second_calls import KeptState, why_not_again
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.diagnostics.tables import counted
-from autoamp.diagnostics.verdicts import Communication, NotLocated, Overflow, ScaleSearch
+from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
 from autoamp.program import Subscriber, listen
 from autoamp.scaling import LossScaler, scaled_loss
@@ -41,6 +39,8 @@ from autoamp.tape import CannotRerun
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _CATCH = "trace_overflow=True (autoamp run --trace-overflow) records every step, and names the op that made it"
 
@@ -125,7 +125,7 @@ class OverflowTrace(Subscriber):
     def step_known(self, skips: Skips, step: Step) -> Overflow | None:
         """Called once it is known what became of a step; explains a skip."""
         self._skips.add(skips)
-        scaler, scale, late = step.skipped_by, step.scale, step.is_late
+        scaler, scale, late, recorded = step.skipped_by, step.scale, step.is_late, self.recorder.step
         if not isinstance(scaler, LossScaler):
             # Another optimizer may step by the same calls, and be skipped.
             if not late and len(self._skips) == 1:
@@ -134,18 +134,17 @@ class OverflowTrace(Subscriber):
         # The next scale is not that of a skip that is known late.
         is_fixed = not late and scaler.loss_scale >= scale
         if self._is_recorded:
-            found = self._explain(self.recorder.step, scale, late)
-        elif torch.compiler.is_dynamo_compiling() or compiler_callback():
-            # Within torch.compile what records and explains would be compiled, again and again.
+            found = self._explain(recorded, scale, late)
+        elif _within_compiler():
             return None
         else:
             searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
-            is_wrong = is_fixed or searched or (not late and self.recorder.step.loss_is_nonfinite)
+            is_wrong = is_fixed or searched or (not late and recorded.loss_is_nonfinite)
             if is_wrong:
                 self.recorder.watched_steps = WATCHED_STEPS
             if late or not (is_wrong or skips.has_held):
                 return None
-            found = self._explain_kept(self.recorder.step, scale)
+            found = self._explain_kept(recorded, scale)
             if isinstance(found.verdict, NotLocated) and not is_wrong:
                 # As a rule a search for the scale.
                 return None
@@ -153,7 +152,7 @@ class OverflowTrace(Subscriber):
             found = _at_fixed_scale(found, found.verdict, scale)
         if isinstance(found.verdict, NotLocated):
             # Of a step that is known late the losses are gone.
-            is_failure = is_fixed or scale == 1.0 or (not late and self.recorder.step.loss_is_nonfinite)
+            is_failure = is_fixed or scale == 1.0 or (not late and recorded.loss_is_nonfinite)
             found = replace(found, verdict=replace(found.verdict, at_any_scale=is_failure))
         # Each cause is logged once.
         is_known = any(one.place == found.place for one in self.all)
@@ -171,16 +170,18 @@ class OverflowTrace(Subscriber):
             late: Whether it was taken earlier, and others may have been since.
         """
         if self._is_recorded:
-            return self._noted(self._explain(self.recorder.step, 1.0, late), late, logging.DEBUG)
-        self.recorder.watched_steps = WATCHED_STEPS
-        if late or torch.compiler.is_dynamo_compiling() or compiler_callback():
-            return None
-        return self._noted(self._explain_kept(self.recorder.step, 1.0), late, logging.DEBUG)
+            found = self._explain(self.recorder.step, 1.0, late)
+        else:
+            self.recorder.watched_steps = WATCHED_STEPS
+            if late or _within_compiler():
+                return None
+            found = self._explain_kept(self.recorder.step, 1.0)
+        return self._noted(found, late, logging.DEBUG)
 
     def _noted(self, found: Overflow, late: bool, level: int) -> Overflow:
+        found = replace(found, iteration=None if late else self._steps - 1)
         if isinstance(found.verdict, NotLocated):
             found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
-        found = replace(found, iteration=None if late else self._steps - 1)
         if isinstance(found.verdict, NotLocated) or not (self.always or isinstance(found.verdict, ScaleSearch)):
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
@@ -203,40 +204,40 @@ class OverflowTrace(Subscriber):
             CannotRerun: The step was not recorded.
         """
         self.recorder.stop()
-        if step.recording is None:
-            raise CannotRerun("no call of a model that records gradients was seen in this step")
-        tape = step.recording.tape
         with undisturbed():
-            named = () if tape.incomplete else named_tensors(step, tape)
-        return Evidence(tape, named, scale, self._casts.dtype)
+            named = () if step.tape.incomplete else step.named()
+        return Evidence(step.tape, named, scale, self._casts.dtype)
 
-    def _explain(self, step: RecordedStep, scale: float, late: bool = False) -> Overflow:
-        if late:
-            return unlocated("the device reported the overflow after later steps had begun")
+    def _found(
+        self, what: str, find: Callable[[RecordedStep, float], Overflow], step: RecordedStep, scale: float
+    ) -> Overflow:
+        """Return what a look at a step finds. No exception of it ends the program."""
         try:
-            with self.observation.quietly(), self._casts.switched(False, forced_off=True):
-                found = explain_evidence(self.evidence(step, scale))
+            with self.observation.quietly():
+                return find(step, scale)
         except CannotRerun as error:
             return unlocated(str(error))
         except Exception as error:
-            log.debug("the tape of a step could not be looked at", exc_info=True)
-            return unlocated(f"running the step again raised {type(error).__name__}: {error}")
+            log.debug("%s could not run again", what, exc_info=True)
+            return unlocated(f"running {what} again raised {type(error).__name__}: {error}")
+
+    def _explain(self, step: RecordedStep, scale: float, late: bool = False) -> Overflow:
+        """Explain a step that was recorded."""
+        if late:
+            return unlocated("the device reported the overflow after later steps had begun")
+        found = self._found("the step", self._look_at_tape, step, scale)
         wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
         if isinstance(found.verdict, NotLocated) and several_processes() and wrapped:
-            advice = "trace overflows on all ranks, and look at what the other ranks log"
-            return Overflow(Communication(), suggestion=advice)
+            return by_communication()
         return found
+
+    def _look_at_tape(self, step: RecordedStep, scale: float) -> Overflow:
+        with self._casts.switched(False, forced_off=True):
+            return explain_evidence(self.evidence(step, scale))
 
     def _explain_kept(self, step: RecordedStep, scale: float) -> Overflow:
         """Explain a step that was not recorded: a call of a model that went wrong in it runs once more."""
-        try:
-            with self.observation.quietly():
-                found = self._look_at_kept(step, scale)
-        except CannotRerun as error:
-            found = unlocated(str(error))
-        except Exception as error:
-            log.debug("a call of a model could not run again", exc_info=True)
-            found = unlocated(f"running a call of the model again raised {type(error).__name__}: {error}")
+        found = self._found("a call of the model", self._look_at_kept, step, scale)
         if isinstance(found.verdict, NotLocated) and found.suggestion is None:
             found = replace(found, suggestion=_CATCH)
         return found
@@ -250,10 +251,12 @@ class OverflowTrace(Subscriber):
         if step.loss_is_nonfinite or not (step.losses or all(call.is_finite() for call in kept.calls)):
             for call in kept.calls:
                 if not call.is_finite():
-                    found = self._explain_outside(map(key_of, call.bad_inputs()), call) or self._run_again(call, 1.0)
+                    bad = [key_of(tensor) for tensor in floating(call.inputs()) if nonfinite_value(tensor)]
+                    found = self._explain_outside(bad, call) or self._run_again(call, 1.0)
                     if found is not None:
                         return found
-            return self._explain_outside(step.bad_roots(), kept.calls[-1]) or unlocated(
+            bad = [root for loss, root in zip(step.losses, step.roots, strict=True) if nonfinite_value(loss)]
+            return self._explain_outside(bad, kept.calls[-1]) or unlocated(
                 "the outputs of the model were finite and the loss was not: code outside of the model made it"
             )
         for call in reversed(kept.calls):
@@ -277,15 +280,12 @@ class OverflowTrace(Subscriber):
         call = next(filter(None, map(self.recorder.outside.origin_of, keys)), None)
         if call is None:
             return None
-        with self.apart(hooked=False), self.recorder.one_step(call.caller) as recorded:
-            assert recorded.recording is not None
-            tape = recorded.recording.tape
-            try:
-                with context.as_cast(self._casts):
-                    recorded.loss_refs = list(map(tape.find, call.run()))
-            finally:
-                self.recorder.stop()
-                tape.undo()
+
+        def run(step: RecordedStep) -> None:
+            with context.as_cast():
+                step.loss_refs = list(map(step.tape.find, call.run()))
+
+        with self._recorded(run, call.caller, hooked=False) as (recorded, _):
             found = self._explain(recorded, 1.0)
         return found if found.op is not None else None
 
@@ -302,28 +302,22 @@ class OverflowTrace(Subscriber):
         if has_written_masters():
             # The call would copy them into the model.
             raise CannotRerun("master weights were written to since the model was called")
-        with self.apart() as state, self.recorder.one_step(call.caller) as recorded:
-            self.recorder.paused = False
-            assert recorded.recording is not None
-            tape = recorded.recording.tape
-            try:
-                outputs = call.run(self._casts)
-                if seeds:
-                    self._seed(recorded, outputs, seeds)
-            finally:
-                self.recorder.stop()
-                tape.undo()
-                state.restore()
+
+        def run(step: RecordedStep) -> list[Tensor]:
+            outputs = call.run()
+            if seeds:
+                pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None]
+                self._run_backward(step, [output for output, _ in pairs], [seed for _, seed in pairs])
+            return outputs
+
+        with self._recorded(run, call.caller) as (recorded, outputs):
             if not seeds:
                 return self._explain_outputs(recorded, outputs)
-            if not nonfinite_value(*recorded.grads.values()):
-                return None
-            return self._explain(recorded, scale)
+            return self._explain(recorded, scale) if nonfinite_value(*recorded.grads.values()) else None
 
     def _explain_outputs(self, recorded: RecordedStep, outputs: Sequence[Tensor]) -> Overflow | None:
         """Explain inf or nan in the outputs of a call that was recorded; None if it was written on purpose."""
-        assert recorded.recording is not None
-        recorded.loss_refs = list(map(recorded.recording.tape.find, outputs))
+        recorded.loss_refs = list(map(recorded.tape.find, outputs))
         try:
             half = self.evidence(recorded, 1.0).follow()
         except CannotRerun as error:
@@ -332,15 +326,6 @@ class OverflowTrace(Subscriber):
         # As in masked scores that a model returns.
         return None if all(one.intended for one in origins) else self._explain(recorded, 1.0)
 
-    def _seed(self, recorded: RecordedStep, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
-        """Run the backward pass of a call by the gradients of its outputs."""
-        pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None]
-        roots, given = [output for output, _ in pairs], [seed for _, seed in pairs]
-        leaves = reached_by(roots)[0]
-        with self.recorder.begin_backward(given):
-            grads = torch.autograd.grad(roots, leaves, given, allow_unused=True)
-        recorded.grads = dict(zip(leaves, grads, strict=True))
-
     def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
         """Return the first overflow of a loss and its gradients; see `autoamp.runtime.Handle.explain_overflow`.
 
@@ -348,38 +333,53 @@ class OverflowTrace(Subscriber):
             compute_loss: Returns the loss.
             scale: The loss scale.
         """
-        with self.apart() as state, self.recorder.one_step() as recorded:
-            self.recorder.paused = False
-            assert recorded.recording is not None
+
+        def run(step: RecordedStep) -> tuple[Tensor, str | None]:
+            with self.recorder.loss_only():
+                loss = compute_loss()
+                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                    self.recorder.refuse_in_loss(f"returned {kind_of(loss)}, not a tensor of one element with a graph")
+            self.recorder.note_loss(loss, scale)
             try:
-                with self.recorder.loss_only():
-                    loss = compute_loss()
-                    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                        self.recorder.refuse_in_loss(
-                            f"returned {kind_of(loss)}, not a tensor of one element with a graph"
-                        )
-                self.recorder.note_loss(loss, scale)
-                gradients, why = self._gradients(loss, scale)
-            finally:
-                self.recorder.stop()
-                # What is outside of the step is as it was, so that the tape runs again from there.
-                recorded.recording.tape.undo()
-                state.restore()
-            if nonfinite_value(loss, *gradients):
+                self._run_backward(step, [scaled_loss(loss, scale)])
+            except RuntimeError as error:
+                # As that of some checkpoints.
+                first = str(error).partition("\n")[0]
+                return loss, f"the backward pass raised {type(error).__name__}: {first}"
+            return loss, None
+
+        with self._recorded(run) as (recorded, (loss, why)):
+            if nonfinite_value(loss, *recorded.grads.values()):
                 return replace(self._explain(recorded, scale), loss_scale=scale)
             return None if why is None else replace(unlocated(why), loss_scale=scale)
 
-    def _gradients(self, loss: Tensor, scale: float) -> tuple[tuple[Tensor | None, ...], str | None]:
-        """Return the gradients of a loss, or why there are none: the backward pass of some checkpoints raises."""
-        root, leaves = scaled_loss(loss, scale), reached_by([loss])[0]
-        try:
-            with self.recorder.begin_backward():
-                gradients = torch.autograd.grad([root], leaves, retain_graph=True, allow_unused=True)
-            self.recorder.step.grads = dict(zip(leaves, gradients, strict=True))
-            return gradients, None
-        except RuntimeError as error:
-            first = str(error).partition("\n")[0]
-            return (), f"the backward pass raised {type(error).__name__}: {first}"
+    def _run_backward(self, step: RecordedStep, roots: list[Tensor], given: list[Tensor] | None = None) -> None:
+        """Run a backward pass, by given gradients or by 1, and keep the gradients in the step."""
+        leaves = reached_by(roots)[0]
+        with self.recorder.begin_backward(given):
+            grads = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
+        step.grads = dict(zip(leaves, grads, strict=True))
+
+    @contextlib.contextmanager
+    def _recorded(
+        self, run: Callable[[RecordedStep], _T], caller: Caller | None = None, *, hooked: bool = True
+    ) -> Iterator[tuple[RecordedStep, _T]]:
+        """Record what a function runs as a step of its own, and undo what it writes. Give the step and its result.
+
+        Args:
+            run: The function.
+            caller: As for `StepRecorder.one_step`.
+            hooked: As for `apart`.
+        """
+        with self.apart(hooked=hooked) as state, self.recorder.one_step(caller) as recorded:
+            try:
+                result = run(recorded)
+            finally:
+                self.recorder.stop()
+                # What is outside of the step is as it was, so that the tape runs again from there.
+                recorded.tape.undo()
+                state.restore()
+            yield recorded, result
 
     @contextlib.contextmanager
     def apart(self, *, hooked: bool = True) -> Iterator[KeptState]:
@@ -408,3 +408,8 @@ def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Over
         return unlocated("gradients of the loss overflow in half precision; its ops were not watched")
     below = f"lower than {scale:g}" if verdict.finite_at is None else f"at most {verdict.finite_at:g}"
     return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
+
+
+def _within_compiler() -> bool:
+    """Whether torch.compile is at work: what records and explains would be compiled, again and again."""
+    return torch.compiler.is_dynamo_compiling() or compiler_callback()

@@ -26,7 +26,7 @@ from autoamp.diagnostics.entries import (
     keeps_products,
     module_entries,
 )
-from autoamp.diagnostics.evidence import Evidence
+from autoamp.diagnostics.origins import Evidence
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.tape import Op, Rerun, Tape, everything, iter_refs
 from autoamp.tensors import dtype_name, iter_tensors

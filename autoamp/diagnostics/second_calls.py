@@ -1,17 +1,20 @@
-"""Whether a model may be called a second time: what its code writes to must be what `KeptState` puts back.
+"""Whether a model may be called a second time, and what is put back after that.
 
-Tensors, numpy arrays, plain containers and numbers of modules are put back. Files, globals and other objects are not,
-so a model whose code uses these is not called again.
+Random generators, tensors, numpy arrays, plain containers and numbers of modules are put back. Files, globals and other
+objects are not, so a model whose code uses these is not called again.
 """
 
 from __future__ import annotations
 
 import builtins
+import collections
 import dis
 import logging
 import pathlib
+import random
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -19,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.diagnostics.kept_state import CONTAINERS
 from autoamp.tensors import PLAIN_TYPES
 
 _LIBRARIES = frozenset(
@@ -32,6 +34,67 @@ _WRITERS = frozenset(
     ("open", "print", "input", "exec", "eval", "setattr", "delattr", "write", "writelines", "write_text", "write_bytes",
      "put", "send", "sendall", "dump", "save", "savez", "tofile", "flush")
 )  # fmt: skip
+# They get their contents back. Classes of a program's own may refuse to be cleared.
+_CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, set, list, collections.deque)
+
+
+class KeptState:
+    """Random generators, and the attributes of modules, as they were when each module was first kept.
+
+    The generators are those of torch on the CPU and the current GPU, of Python and of numpy.
+
+    Buffers and numpy arrays get their values back, and parameters their memory. Lists, dicts, sets and generators that
+    are attributes get their contents back, but not those of other objects.
+    """
+
+    def __init__(self) -> None:
+        self._modules: set[Module] = set()
+        self._undo: list[Callable[[], object]] = [
+            partial(torch.set_rng_state, torch.get_rng_state()),
+            partial(random.setstate, random.getstate()),
+            partial(numpy.random.set_state, numpy.random.get_state()),
+        ]
+        if torch.cuda.is_initialized():
+            self._undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+
+    def keep(self, module: Module) -> None:
+        """Keep the attributes of a module and of those within it."""
+        for each in set(module.modules()) - self._modules:
+            own = vars(each)
+            for value in (own, *own.values()):
+                if type(value) in _CONTAINERS:
+                    self._undo.append(partial(_refill, value, value.copy()))
+                elif isinstance(value, torch.Generator):
+                    self._undo.append(partial(value.set_state, value.get_state()))
+                elif isinstance(value, numpy.ndarray):
+                    self._undo.append(partial(numpy.copyto, value, value.copy()))
+            buffers = list(each.buffers(recurse=False))
+            for tensor in (*each.parameters(recurse=False), *buffers):
+                self._undo.append(partial(_give_memory, tensor, tensor.data))
+            for buffer in buffers:
+                # Not counted as a write: a graph that is kept for another backward pass stays valid.
+                self._undo.append(partial(_write_data, buffer, buffer.detach().clone()))
+            self._modules.add(each)
+
+    def restore(self) -> None:
+        """Put all back."""
+        for undo in self._undo:
+            undo()
+
+
+def _refill(container: Any, contents: Any) -> None:
+    container.clear()
+    (getattr(container, "extend", None) or container.update)(contents)
+
+
+def _give_memory(tensor: Tensor, data: Tensor) -> None:
+    """Undo a ``tensor.data = other``."""
+    if tensor.data_ptr() != data.data_ptr():
+        tensor.data = data
+
+
+def _write_data(tensor: Tensor, values: Tensor) -> None:
+    tensor.data.copy_(values)
 
 
 def why_not_again(module: Module) -> str | None:
@@ -111,7 +174,7 @@ def _unsafe_name(function: types.FunctionType, module: Module | None, known: set
 
 def _is_shared(value: Any) -> bool:
     """Whether a value that belongs to no module can change."""
-    return isinstance(value, (*CONTAINERS, numpy.ndarray)) or hasattr(type(value), "__next__")
+    return isinstance(value, (*_CONTAINERS, numpy.ndarray)) or hasattr(type(value), "__next__")
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -132,7 +195,7 @@ def _is_safe(value: Any) -> bool:
     """Whether `KeptState` puts a value back, or nothing can be written to it."""
     if isinstance(value, (*_VALUES, *_CODE, property, classmethod, staticmethod)) or type(value) in PLAIN_TYPES:
         return True
-    if type(value) in CONTAINERS or isinstance(value, tuple):
+    if type(value) in _CONTAINERS or isinstance(value, tuple):
         items = value.values() if isinstance(value, dict) else value
         return all(type(item) in PLAIN_TYPES or isinstance(item, _VALUES) or _is_code(item) for item in items)
     return _is_of_library(value) or _is_code(value)

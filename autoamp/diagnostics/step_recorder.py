@@ -1,7 +1,7 @@
 """Tapes of steps: which of them are recorded, from the first module call until an optimizer is called.
 
 Nothing of a step that is recorded runs again, and what it overwrote stays as the program left it. Of other steps the
-calls are kept (`kept_calls.py`, `outside_calls.py`): if one goes wrong, the call that did may run once more.
+calls are kept (`kept_calls.py`): if one goes wrong, the call that did may run once more.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from torch.nn import Module
 
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller, CallPlaces, user_frame
-from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls
-from autoamp.diagnostics.origins import nonfinite_value
-from autoamp.diagnostics.outside_calls import OutsideCalls, key_of
+from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls, OutsideCalls, key_of
+from autoamp.diagnostics.origins import Named
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
 from autoamp.scaling import local_of
 from autoamp.stepping import several_processes
-from autoamp.tape import CannotRerun, Recording, Ref
+from autoamp.tape import CannotRerun, Recording, Ref, Tape
 from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, tracing_state, undisturbed
 
@@ -46,14 +45,6 @@ def unwrapped(module: Module) -> Module:
     inner = getattr(module, "module", None)
     wraps = any(kind.__name__ == "DistributedDataParallel" for kind in type(module).__mro__)
     return inner if wraps and isinstance(inner, Module) else module
-
-
-def _why_unfit(module: Module) -> str | None:
-    """Return why calls of a module are not recorded; None if they are."""
-    kinds = {kind.__name__: part for part in module.modules() for kind in type(part).__mro__}
-    if kinds.keys() & _WHOLE or any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
-        return f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
-    return None
 
 
 @dataclass(eq=False, slots=True)
@@ -102,9 +93,31 @@ class RecordedStep:
     is_watched: bool = False
     ended: bool = False
 
-    def bad_roots(self) -> list[Any]:
-        """Return those of `roots` whose losses held inf or nan."""
-        return [root for loss, root in zip(self.losses, self.roots, strict=True) if nonfinite_value(loss)]
+    @property
+    def tape(self) -> Tape:
+        """Its tape. Raises CannotRerun if the step is not recorded."""
+        if self.recording is None:
+            raise CannotRerun("no call of a model that records gradients was seen in this step")
+        return self.recording.tape
+
+    def named(self) -> tuple[Named, ...]:
+        """Return the tensors on its tape that have names."""
+        found = [Named("loss", "loss", "", ref) for ref in self.loss_refs if ref is not None]
+        for call in self.calls:
+            root = unwrapped(call.module)
+            inputs = [(name, tensor, "input") for name, tensor in call.inputs()]
+            weights = [(name, tensor, "weight") for name, tensor in (*root.named_parameters(), *root.named_buffers())]
+            grads = [(name, self.grads.get(one, one.grad), "grad") for name, one in root.named_parameters()]
+            for name, tensor, kind in inputs + weights + grads:
+                # Sparse ones have no memory.
+                if (
+                    tensor is not None
+                    and tensor.layout is torch.strided
+                    and (ref := self.tape.find(tensor)) is not None
+                ):
+                    has_grad = kind == "input" and tensor.requires_grad
+                    found.append(Named(kind, name, type(root).__name__, ref, has_grad))
+        return tuple(dict.fromkeys(found))
 
     @property
     def loss_is_nonfinite(self) -> bool:
@@ -186,8 +199,7 @@ class StepRecorder(Subscriber):
     def drop(self) -> None:
         """Drop what was recorded."""
         self.end_step()
-        self.step.drop()
-        self.outside.drop()
+        self.forget()
         self._leave()
         self.step = RecordedStep(ended=True)
 
@@ -204,23 +216,18 @@ class StepRecorder(Subscriber):
         Args:
             caller: What is said to call what the ``with`` statement calls; by default the frames tell.
         """
-        outer, places = self.step.recording, self._places
+        outer = self.step.recording
         if outer is not None:
             outer.pause()
-        before = self.step, self.watched_steps, self.paused
-        self.step, self.watched_steps, self.paused, self._places = (
-            RecordedStep(is_watched=True),
-            1,
-            False,
-            CallPlaces(caller),
-        )
+        before = self.step, self.watched_steps, self.paused, self._places
+        self.step, self.watched_steps, self.paused = RecordedStep(is_watched=True), 1, False
+        self._places = CallPlaces(caller)
         self._record(limit=math.inf, undoes=True)
         try:
             yield self.step
         finally:
             self.end_step()
-            self.step, self.watched_steps, self.paused = before
-            self._places = places
+            self.step, self.watched_steps, self.paused, self._places = before
             if outer is not None and not self.step.ended:
                 outer.resume()
                 self._inside.recording = outer
@@ -331,7 +338,7 @@ class StepRecorder(Subscriber):
             if not torch.is_grad_enabled():
                 kept = self.inferences.begin(module, args, kwargs)
             elif self.records:
-                self._begin(module, args, kwargs)
+                self.record_call(module, args, kwargs)
             else:
                 kept = self._keep(module, args, kwargs)
         except CannotRerun as error:
@@ -343,25 +350,27 @@ class StepRecorder(Subscriber):
 
     def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall | None:
         kept = self._open_step().kept
-        if compiled_wrappers() or compiled_graphs() != self._graphs:
+        if self._is_compiled():
             raise CannotRerun("the program uses torch.compile")
         if several_processes():
             raise CannotRerun("a call of a model of several processes does not run again")
         if tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             raise CannotRerun("the call is traced, or captured in a CUDA graph")
         caller = Caller.of(user_frame(sys._getframe(2)))
-        return kept.begin(module, args, kwargs, self._casts.mode(), self._casts.device_type, caller)
+        return kept.begin(module, args, kwargs, self._casts, caller)
+
+    def _is_compiled(self) -> bool:
+        return compiled_wrappers() > 0 or compiled_graphs() != self._graphs
 
     def record_call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a call of a model in the step at hand, which is recorded."""
-        self._begin(module, args, kwargs)
-
-    def _begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self._open_step()
+        step, why = self._open_step(), None
         if step.recording is None:
             self._record()
-        why = _why_unfit(module)
-        if compiled_wrappers() or compiled_graphs() != self._graphs:
+        kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
+        if kinds & _WHOLE or any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
+            why = f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
+        if self._is_compiled():
             why = "the program uses torch.compile"
         elif len(step.calls) >= _MAX_CALLS:
             why = f"the step has more than {_MAX_CALLS} calls of models"
