@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
 from dataclasses import replace
 
 import torch
@@ -58,9 +58,10 @@ def _first_cause(step: Evidence) -> Overflow | None:
     origins = _causes(step, half)
     if not origins:
         # Nothing in this step made it.
-        if any(map(_is_reduced(step), half.at_gradients)):
+        held = {origin.ref.memory for origin in half.at_gradients}
+        if held & _reduced(step):
             return by_communication()
-        if any(map(_is_old_gradient(step), half.at_gradients)):
+        if held & _gradients(step):
             return unlocated("gradients that were not set to zero held inf or nan before the step")
         return None
     if step.scale > 1.0:
@@ -72,7 +73,9 @@ def _first_cause(step: Evidence) -> Overflow | None:
         half, origins = at_one, lower
     found = _cause(step, half, origins[0])
     if found.phase == "backward":
-        found = replace(found, parameter=_parameter(step, half))
+        gradients = (one for one in step.named if one.kind == "grad")
+        tainted = next((one.name for one in gradients if one.ref.memory in half.tainted), None)
+        found = replace(found, parameter=tainted)
     return found
 
 
@@ -81,22 +84,20 @@ def _causes(step: Evidence, run: Followed) -> list[NonFiniteOrigin]:
     losses = [origin for one in step.named if one.kind == "loss" and (origin := run.origin_of(one.ref)) is not None]
     found = list(dict.fromkeys([*losses, *run.at_gradients]))
     # What was written on purpose is blamed if it comes to the loss, or if nothing else is.
-    outside = _is_reduced(step), _is_old_gradient(step)
-    found = [origin for origin in found if origin.op is not None or not any(test(origin) for test in outside)]
+    outside = _reduced(step) | _gradients(step)
+    found = [origin for origin in found if origin.op is not None or origin.ref.memory not in outside]
     return sorted(found, key=lambda origin: (origin.intended and origin not in losses, origin.number))
 
 
-def _is_reduced(step: Evidence) -> Callable[[NonFiniteOrigin], bool]:
-    """Return what tells whether inf or nan came out of a reduction over ranks."""
+def _reduced(step: Evidence) -> set[int]:
+    """Return the memories of what was reduced over ranks."""
     collectives = [op for op in step.tape.ops if op.is_recorded and op.func.namespace != "aten"]
-    memories = {ref.memory for op in collectives for ref in iter_refs((op.args, op.kwargs, op.outputs))}
-    return lambda origin: origin.ref.memory in memories
+    return {ref.memory for op in collectives for ref in iter_refs((op.args, op.kwargs, op.outputs))}
 
 
-def _is_old_gradient(step: Evidence) -> Callable[[NonFiniteOrigin], bool]:
-    """Return what tells whether inf or nan is of an earlier step, whose gradients were not set to zero."""
-    memories = {one.ref.memory for one in step.named if one.kind == "grad"}
-    return lambda origin: origin.ref.memory in memories
+def _gradients(step: Evidence) -> set[int]:
+    """Return the memories of gradients. What these held before the step is that of an earlier one."""
+    return {one.ref.memory for one in step.named if one.kind == "grad"}
 
 
 def _cause(step: Evidence, half: Followed, origin: NonFiniteOrigin) -> Overflow:
@@ -124,9 +125,7 @@ def _finding(origin: NonFiniteOrigin, verdict: OverflowVerdict) -> Overflow:
     assert origin.op is not None
     place, phase = origin.place, "backward" if origin.op.phase == "backward" else "forward"
     op = place.function or bare_op(origin.op)
-    return Overflow(
-        verdict, op=op, module=place.module, location=place.location, phase=phase, value=origin.value
-    )  # fmt: skip
+    return Overflow(verdict, op, place.module, place.location, phase, value=origin.value)
 
 
 def _in_unknown_precision(origin: NonFiniteOrigin, why: str) -> Overflow:
@@ -187,15 +186,12 @@ def _heals(step: Evidence, entry: Entry) -> bool:
         run = _run_with(step, entry, factor)
         if _causes(step, run):
             return False
-        if _has_gradients_of(step, run.rerun, Rerun(step.tape, everything, factor=factor).finish()):
+        wide = Rerun(step.tape, everything, factor=factor).finish()
+        errors = sorted(errors_of(step, run.rerun, wide).parameters.values())
+        # The rest in half precision explains as much.
+        if not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2]):
             return True
     return False
-
-
-def _has_gradients_of(step: Evidence, run: Rerun, wide: Rerun) -> bool:
-    """Whether gradients are those of a run in fp32, but for what the rest in half precision explains."""
-    errors = sorted(errors_of(step, run, wide).parameters.values())
-    return not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2])
 
 
 def _given_finding(step: Evidence, run: Followed, origin: NonFiniteOrigin) -> Overflow:
@@ -230,22 +226,12 @@ def _batch_index(tensor: Tensor) -> int | None:
     return int(bad[0]) if len(bad) else None
 
 
-def _parameter(step: Evidence, run: Followed) -> str | None:
-    """Return the first parameter whose gradient was computed of inf or nan."""
-    return next((one.name for one in step.named if one.kind == "grad" and run.is_tainted(one.ref)), None)
-
-
 def _highest_finite_scale(step: Evidence) -> float:
     """Return the highest power of two times the scale, below it, at which gradients are finite. At 1.0 they are."""
-    finite = 1.0
-    low, high = 1, _MAX_SCALE_BITS
-    while low <= high:
-        middle = (low + high) // 2
-        scale = step.scale * 2.0**-middle
-        if scale <= 1.0:
-            high = middle - 1
-        elif _causes(step, step.follow(factor=scale / step.scale)):
-            low = middle + 1
-        else:
-            finite, high = max(finite, scale), middle - 1
-    return finite
+
+    def is_finite(bits: int) -> bool:
+        factor = 2.0**-bits
+        return step.scale * factor <= 1.0 or not _causes(step, step.follow(factor=factor))
+
+    bits = 1 + bisect.bisect_left(range(1, _MAX_SCALE_BITS + 1), True, key=is_finite)
+    return max(1.0, step.scale * 2.0**-bits)

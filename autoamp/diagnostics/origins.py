@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoamp.patching import original_of
-from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of
+from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of, written
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
@@ -88,6 +88,7 @@ class Followed:
         origins: All origins, in the order in which they were seen.
         at_gradients: The origins of what came to gradients, in the same order.
         too_large: The operators of backward passes that read a gradient of at least the limit.
+        tainted: The memories that were computed of inf or nan, though they may be finite.
         rerun: The run.
 
     Raises:
@@ -110,8 +111,7 @@ class Followed:
         self._limit = limit
         self._loaded = {event.memory for event in tape.events if isinstance(event, Load)}
         self._flawed: dict[int, NonFiniteOrigin] = {}
-        # What was computed of inf or nan, though it may be finite.
-        self._tainted: set[int] = set()
+        self.tainted: set[int] = set()
         self.at_gradients: list[NonFiniteOrigin] = []
         # Gradients with inf or nan that no operator of a backward pass has read so far.
         self._unread: dict[int, NonFiniteOrigin] = {}
@@ -127,10 +127,6 @@ class Followed:
     def origin_of(self, ref: Ref | None) -> NonFiniteOrigin | None:
         """Return where the inf or nan in a memory came from at the end of the run; None if it holds none."""
         return None if ref is None else self._flawed.get(ref.memory)
-
-    def is_tainted(self, ref: Ref | None) -> bool:
-        """Whether a memory was computed of inf or nan."""
-        return ref is not None and ref.memory in self._tainted
 
     def _before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of an operator that is about to run."""
@@ -153,7 +149,10 @@ class Followed:
         if not op.place.is_cast:
             for ref, _ in inputs:
                 if (made := self._casts.pop(ref.memory, None)) is not None:
-                    made.place = _taken_by(made.place, op)
+                    place = op.place
+                    made.place = made.place._replace(
+                        function=bare_op(op), location=place.location, names=place.names, in_place=place.in_place
+                    )
 
     def _origin(self, ref: Ref, tensor: Tensor) -> NonFiniteOrigin | None:
         """Return where the inf or nan of an argument came from; None if it holds none."""
@@ -177,9 +176,10 @@ class Followed:
             return
         if op.is_empty or op.name == _CHECK:
             return
-        outputs = [*_written_by(op, *given), *_pairs(op.outputs, results)]
+        changed = written(op.func, op.args, op.kwargs), written(op.func, *given)
+        outputs = [*_pairs(*changed), *_pairs(op.outputs, results)]
         read = {ref.memory for ref, _ in self._inputs}
-        tainted = not self._tainted.isdisjoint(read) or bool(self._given)
+        tainted = not self.tainted.isdisjoint(read) or bool(self._given)
         origins = sorted(self._given, key=lambda origin: (origin.intended, origin.op is None))
         # As in `mask[0] = -math.inf`, of which torch makes a tensor that no operator does.
         is_writer = op.name in _WRITERS or (
@@ -189,7 +189,7 @@ class Followed:
         nan_came = any(origin.value == "nan" for origin in self._given)
         for ref, tensor in outputs:
             if tainted:
-                self._tainted.add(ref.memory)
+                self.tainted.add(ref.memory)
             value = nonfinite_value(tensor)
             if value is None:
                 if ref.memory not in read:
@@ -258,12 +258,6 @@ class Evidence:
         return [(name, half.value(ref).float(), wide.value(ref).float()) for ref, name in refs.items()]
 
 
-def _taken_by(place: Place, op: Op) -> Place:
-    """Return the place of a cast as that of the operator that it was made for."""
-    function, taken = bare_op(op), op.place
-    return Place(function, place.module, taken.location, taken.names, place.is_cast, taken.in_place, place.classes)
-
-
 def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
     """Return the largest absolute value of each tensor."""
     return tuple(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
@@ -276,20 +270,10 @@ def _read_by(op: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[
     if op.name in _NORMS and len(op.args) > 5 and op.args[5]:
         refs, values = refs[:3], values[:3]
     yield from _pairs(list(refs), list(values))
-    written = writes_of(op.func)
+    writes = writes_of(op.func)
     for name, ref in op.kwargs.items():
-        if name not in written:
+        if name not in writes:
             yield from _pairs(ref, kwargs[name])
-
-
-def _written_by(op: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Ref, Tensor]]:
-    """Yield the floating tensors that an operator writes to."""
-    for name in writes_of(op.func):
-        if isinstance(name, int):
-            if name < len(args):
-                yield from _pairs(op.args[name], args[name])
-        elif name in kwargs:
-            yield from _pairs(op.kwargs[name], kwargs[name])
 
 
 def _pairs(refs: Any, values: Any) -> Iterator[tuple[Ref, Tensor]]:

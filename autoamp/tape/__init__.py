@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, writes_of
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, writes_of, written
 from autoamp.tape.files import escaped, load_tape, save_tape
 from autoamp.tape.record import Recording, record
 from autoamp.tape.rerun import CannotRerun, Rerun, everything
@@ -24,4 +24,5 @@ __all__ = [
     "record",
     "save_tape",
     "writes_of",
+    "written",
 ]

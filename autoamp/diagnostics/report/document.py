@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoamp.diagnostics.capsule import versions
 from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.report.recording import ReportRecording
-from autoamp.diagnostics.report.remedies import remedies
-from autoamp.diagnostics.report.step_check import Fault
 from autoamp.diagnostics.tables import counted
 from autoamp.errors import UsageError
 from autoamp.tensors import dtype_name
@@ -47,7 +45,11 @@ def report_of(handle: Any) -> dict[str, Any]:
     if recording is None:
         raise UsageError("report() needs a recording; call handle.record() before training")
     samples, check, settings = recording.samples, recording.check, handle.settings
-    skips, faults = _skips(recording), [_fault(fault) for fault in check.faults]
+    skips, inferences = _skips(recording), _inferences(handle)
+    faults = [
+        {"step": one.iteration, "sentence": sentence, "overflow": one.to_dict(), "remedy": one.suggestion}
+        for sentence, one in check.faults
+    ]
     roundings = [{"step": step, **rounding.to_dict()} for step, rounding in check.roundings]
     trace = samples.trace.to_dict()
     document: dict[str, Any] = plain({
@@ -55,17 +57,15 @@ def report_of(handle: Any) -> dict[str, Any]:
         "kind": KIND,
         "dtype": dtype_name(settings.dtype),
         "device_type": settings.device_type,
-        "verdict": _verdict(handle, recording, skips, faults, roundings),
+        "verdict": _verdict(handle, recording, inferences, skips, [*faults, *roundings]),
         "faults": faults,
         "roundings": roundings,
         "nonfinite_steps": {
             "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
         },
-        "inferences": _inferences(handle),
+        "inferences": inferences,
         "half_losses": list(recording.half_losses.rows.values()),
-        "remedies": remedies(
-            [*faults, *roundings, *skips["groups"], *_inferences(handle)["causes"]], settings.table
-        ),
+        "remedies": remedies([*faults, *roundings, *skips["groups"], *inferences["causes"]], settings.table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
         "samples": {"steps": samples.steps, "compared": check.compared},
@@ -125,11 +125,30 @@ def _inferences(handle: Any) -> dict[str, Any]:
     return {"calls": looked.calls, "nonfinite": looked.nonfinite, "sentence": looked.sentence, "causes": causes}
 
 
-def _fault(fault: Fault) -> dict[str, Any]:
-    return {
-        "step": fault.overflow.iteration, "sentence": fault.sentence, "overflow": fault.overflow.to_dict(),
-        "remedy": fault.overflow.suggestion,
-    }  # fmt: skip
+def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[str, Any]]:
+    """Return entries for a list file: ``policy``, ``op``, ``evidence``, and ``now``, the rule in force.
+
+    The policy is ``"fp32"``, or ``"modules"`` where ``op`` is a class of modules that is to run in fp32.
+
+    Args:
+        overflows: The faults and roundings of a report, and its groups of skips.
+        table: The rules in force.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for one in overflows:
+        finding = one.get("overflow", one)
+        if finding is None:
+            continue
+        times = f"{counted(one['count'], 'skip')}; first: " if "count" in one else ""
+        evidence = " ".join(f"{times}{one['sentence']}".split())
+        if (module := finding["fp32_module"]) is not None:
+            now = "as the rest of the list says"
+            found.setdefault(module, {"policy": "modules", "op": module, "evidence": evidence, "now": now})
+        for op in finding["fp32_names"]:
+            rule = table.policy_of(op)
+            now = "on no list" if rule is None else f"{rule.policy.value} by {rule.origin}"
+            found.setdefault(op, {"policy": "fp32", "op": op, "evidence": evidence, "now": now})
+    return list(found.values())
 
 
 def _skips(recording: ReportRecording) -> dict[str, Any]:
@@ -159,12 +178,11 @@ def _skips(recording: ReportRecording) -> dict[str, Any]:
 def _verdict(
     handle: Any,
     recording: ReportRecording,
+    inferences: Mapping[str, Any],
     skips: Mapping[str, Any],
     faults: Sequence[Mapping[str, Any]],
-    roundings: Sequence[Mapping[str, Any]],
 ) -> dict[str, str]:
     """Return a sentence, and whether it is ``"good"``, ``"unclear"`` or ``"bad"``."""
-    inferences = _inferences(handle)
     if not recording.steps:
         sentence = "no step of an optimizer was seen"
         if inferences["calls"]:
@@ -182,8 +200,6 @@ def _verdict(
     unchecked = _unchecked(handle, recording.check.compared)
     if faults:
         sentence = f"{faults[0]['sentence']}; {sentence}"
-    elif roundings:
-        sentence = f"{roundings[0]['sentence']}; {sentence}"
     elif not handle.overflows.always:
         sentence += "; overflows were not traced"
     elif forward is not None:
@@ -198,7 +214,7 @@ def _verdict(
         sentence += f"; {losses[0]['sentence']}"
     if inferences["nonfinite"]:
         sentence = f"{inferences['sentence']}; {sentence}"
-    is_bad = bool(inferences["nonfinite"] or faults or roundings or losses)
+    is_bad = bool(inferences["nonfinite"] or faults or losses)
     is_bad = is_bad or any(group["fails"] for group in skips["groups"])
     if not is_bad and (farthest := recording.check.farthest) is not None:
         sentence += f"; of {counted(recording.check.compared, 'step')} compared with fp32 {farthest}"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from autoamp.diagnostics.report.document import KIND, SCHEMA, plain
-from autoamp.diagnostics.report.remedies import as_toml
 from autoamp.errors import UsageError
 
 _FOLDER = Path(__file__).parent / "templates"
@@ -96,3 +95,17 @@ def load_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     if found.get("schema") != SCHEMA:
         raise UsageError(f"{str(path)!r} has schema {found.get('schema')!r}; this autoamp reads {SCHEMA}: run it again")
     return found
+
+
+def as_toml(entries: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a list file with these entries, each with its evidence as a comment; none without entries."""
+    # A JSON string is a basic string of TOML. A comment holds no control characters.
+    lines: dict[str, list[str]] = {"fp32": [], "modules": []}
+    for one in entries:
+        evidence = "".join(c if c.isprintable() else " " for c in one["evidence"])
+        is_module = one["policy"] == "modules"
+        text = f'{json.dumps(one["op"])} = "fp32"' if is_module else f"    {json.dumps(one['op'])},"
+        lines[one["policy"]].append(f"{text}  # {evidence}")
+    found = ["fp32 = [", *lines["fp32"], "]"] if lines["fp32"] else []
+    found += ["[modules]", *lines["modules"]] if lines["modules"] else []
+    return ["schema = 1", *found] if found else []

@@ -8,11 +8,10 @@ fp32, to find such ops.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from autoamp.diagnostics.findings import half_precision_finding
-from autoamp.diagnostics.origins import NonFiniteOrigin
 from autoamp.diagnostics.roundings import Errors, Rounding, errors_of, find_rounding
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
@@ -25,19 +24,6 @@ log = logging.getLogger(__name__)
 _FAR = 0.5
 
 
-@dataclass(frozen=True)
-class Fault:
-    """An op that overflows in half precision in a step that was not skipped.
-
-    Attributes:
-        sentence: What was found, without the remedy.
-        overflow: The op, and the number of the step.
-    """
-
-    sentence: str
-    overflow: Overflow
-
-
 class StepCheck:
     """Compares steps that are about to be taken with fp32, by the tapes that `OverflowTrace` recorded.
 
@@ -45,7 +31,7 @@ class StepCheck:
         handle: The `Runtime` of the run. Nothing is compared unless it traces overflows.
 
     Attributes:
-        faults: The ops that overflowed in steps that were not skipped.
+        faults: The ops that overflowed in steps that were not skipped, each with what was found in words.
         roundings: The ops that made steps wrong without an overflow, each with the number of the step.
         farthest: The errors of the step whose gradients were farthest from fp32; None if none were compared.
         compared: The number of steps that were compared.
@@ -53,7 +39,7 @@ class StepCheck:
     """
 
     def __init__(self, handle: Any) -> None:
-        self.faults: list[Fault] = []
+        self.faults: list[tuple[str, Overflow]] = []
         self.roundings: list[tuple[int, Rounding]] = []
         self.farthest: Errors | None = None
         self.compared = 0
@@ -86,21 +72,15 @@ class StepCheck:
             errors = errors_of(evidence, half.rerun, wide)
             if self.farthest is None or errors.gradients > self.farthest.gradients:
                 self.farthest = errors
-            origin = next((one for one in half.origins if _overflows_in_half(one)), None)
+            origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
+            origin = next((one for one in origins if not one.intended), None)
             wrong = [name for name, error in errors.parameters.items() if error > _FAR]
             if origin is not None and wrong:
                 overflow = half_precision_finding(evidence, origin, evidence.follow(everything))
-                self._add_fault(overflow, step, wrong)
+                if overflow.place not in [known.place for _, known in self.faults]:
+                    taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
+                    overflow_there = replace(overflow, iteration=step, parameter=wrong[0])
+                    self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
             rounding = find_rounding(evidence, errors, wide) if origin is None else None
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
                 self.roundings.append((step, rounding))
-
-    def _add_fault(self, overflow: Overflow, step: int, wrong: list[str]) -> None:
-        if overflow.place not in [known.overflow.place for known in self.faults]:
-            names = first_of(wrong, 4)
-            sentence = f"{overflow.cause}; the step was taken, and the gradients of {names} are not those of fp32"
-            self.faults.append(Fault(sentence, replace(overflow, iteration=step, parameter=wrong[0])))
-
-
-def _overflows_in_half(origin: NonFiniteOrigin) -> bool:
-    return origin.op is not None and origin.ref.dtype in HALF_DTYPES and not origin.intended

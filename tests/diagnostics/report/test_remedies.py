@@ -6,7 +6,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from autoamp.diagnostics.report.remedies import as_toml, remedies
+from autoamp.diagnostics.report.document import remedies
+from autoamp.diagnostics.report.page import as_toml
 from autoamp.rules import load_table
 from tests.diagnostics.report.runs import EVIL
 
