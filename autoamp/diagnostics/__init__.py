@@ -10,7 +10,7 @@ from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.monitors import Followers, write_scalars
-from autoamp.diagnostics.nonfinite import NonFiniteStep, NonFiniteSteps
+from autoamp.diagnostics.nonfinite import NonFiniteSteps
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
@@ -47,7 +47,6 @@ __all__ = [
     "Followers",
     "HalfLosses",
     "HalfPrecisionOp",
-    "NonFiniteStep",
     "NonFiniteSteps",
     "NotFiniteInFp32",
     "NotLocated",

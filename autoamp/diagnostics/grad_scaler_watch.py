@@ -48,7 +48,7 @@ class GradScalerWatch(Subscriber):
 
     def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """Take note of a loss that is scaled."""
-        if isinstance(outputs, Tensor) and scaler.is_enabled() and not _is_compiling():
+        if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
             self._optimizers.program.tell(Subscriber.backward_begins, outputs, _LazyScale(scaler))
 
     def around_unscale(self, original: Any) -> Any:
@@ -67,7 +67,7 @@ class GradScalerWatch(Subscriber):
         """Return a ``step`` that is counted."""
 
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.stepping or not self_.is_enabled() or _is_compiling():
+            if self.stepping or not self_.is_enabled() or torch.compiler.is_dynamo_compiling():
                 return original(self_, optimizer, *args, **kwargs)
             self._optimizers.step_stats.own_scale = _LazyScale(self_)
             self.stepping, self._called, self._flag = True, False, None
@@ -123,7 +123,3 @@ def _tell_late(skips: Skips, step: Step, reference: weakref.ref[Any], skipped: b
     scale = scaler.get_scale() if skipped and scaler is not None else 1.0
     backoff = 1.0 if scaler is None else scaler.get_backoff_factor()
     skips.end(step, _scaler_after(scale) if skipped else None, scale / backoff, late=True)
-
-
-def _is_compiling() -> bool:
-    return torch.compiler.is_dynamo_compiling()

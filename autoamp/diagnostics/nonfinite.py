@@ -13,7 +13,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,32 +27,6 @@ from autoamp.scaling import UnreadFlags, is_flat, is_sharded, local_of, non_fini
 from autoamp.stepping import GuardedOptimizers, StepGuard, named_params, several_processes, stepped_params
 
 _VECTORS = 4
-
-
-@dataclass(frozen=True)
-class NonFiniteStep:
-    """A step without a loss scale whose gradients or loss held inf or nan. ``str()`` of it is a sentence.
-
-    Attributes:
-        step: How many steps of optimizers came before it.
-        optimizer: The class of the optimizer.
-        parameters: The first parameters whose gradients are not finite, or whose weights are after the step; none where
-            only the loss is not.
-        skipped: Whether the step was skipped.
-        overflow: What made the inf or nan, where that was looked for.
-    """
-
-    step: int
-    optimizer: str
-    parameters: tuple[str, ...]
-    skipped: bool
-    overflow: Overflow | None = None
-
-    def __str__(self) -> str:
-        where = f"the gradients of {', '.join(self.parameters)}" if self.parameters else "the loss"
-        done = ", and is skipped" if self.skipped else ""
-        cause = "" if self.overflow is None else f": {self.overflow.cause}"
-        return f"step {self.step} of {self.optimizer} has inf or nan in {where}{done}{cause}"
 
 
 class NonFiniteSteps(Subscriber):
@@ -71,13 +44,12 @@ class NonFiniteSteps(Subscriber):
     keeps = 1000
 
     def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
-        self._total = 0
         self._overflows = overflows
         self._action = action
         self.grad_scaler_watch = GradScalerWatch(optimizers)
         self._optimizers = optimizers
-        self._found: list[NonFiniteStep] = []
-        self._in_a_row = 0
+        self._sentences: list[str] = []
+        self._total = self._in_a_row = 0
         self._told: set[Any] = set()
         self._unread = UnreadFlags()
 
@@ -93,15 +65,15 @@ class NonFiniteSteps(Subscriber):
 
     @property
     def total(self) -> int:
-        """How many steps had gradients with inf or nan. Waits as `found` does."""
+        """How many steps had gradients or a loss with inf or nan. Waits as `sentences` does."""
         self._unread.catch_up()
         return self._total
 
     @property
-    def found(self) -> Sequence[NonFiniteStep]:
-        """The first of these steps. Waits for the device where that alone knows of the last ones."""
+    def sentences(self) -> Sequence[str]:
+        """What is known of the first of these steps. Waits for the device where that alone knows of the last ones."""
         self._unread.catch_up()
-        return tuple(self._found)
+        return tuple(self._sentences)
 
     # -- a step --
 
@@ -118,44 +90,27 @@ class NonFiniteSteps(Subscriber):
         self.grad_scaler_watch.optimizer_called(optimizer)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
-        step, acts = self._overflows.recorder.step, self._action != "warn"
-        # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
-        sees_losses = not (acts and several_processes())
-        flagged = getattr(optimizer, "found_inf", None) is not None
-        if flagged:
+        if getattr(optimizer, "found_inf", None) is not None:
             return False
+        step, waits, grads = self._overflows.recorder.step, self._action != "warn", []
+        # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
+        sees_losses = not (waits and several_processes())
         if self.grad_scaler_watch.stepping or (guard is not None and guard.pending.resolved):
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
-            asked = acts or self._overflows.always or self.grad_scaler_watch.stepping
+            asked = waits or self._overflows.always or self.grad_scaler_watch.stepping
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]
-            return self._check(optimizer, guard, (), losses, waits=acts)
-        params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
-        waits = acts or self._overflows.wants_flags()
-        if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
-            raise UsageError(
-                "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
-                "choose on_nonfinite='raise'"
-            )
-        looked_at = params if waits or not losses else itertools.islice(filter(_is_vector_on_cpu, params), _VECTORS)
-        grads = [param.grad for param in looked_at if param.grad is not None]
-        return self._check(optimizer, guard, grads, losses, waits=waits)
-
-    def _check(
-        self, optimizer: Any, guard: StepGuard | None, grads: Sequence[Tensor], losses: Sequence[Tensor], *,
-        waits: bool,
-    ) -> bool:  # fmt: skip
-        """Take note of a step if its gradients or losses hold inf or nan.
-
-        Args:
-            optimizer: The optimizer.
-            guard: Its guard, if it has one.
-            grads: The gradients to look at.
-            losses: The losses to look at.
-            waits: Whether to wait for the device.
-
-        Returns:
-            Whether to skip the step.
-        """
+        else:
+            params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
+            waits = waits or self._overflows.wants_flags()
+            if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
+                raise UsageError(
+                    "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
+                    "choose on_nonfinite='raise'"
+                )
+            if losses and not waits:
+                vectors = (param for param in params if param.dim() < 2 and param.is_cpu)
+                params = list(itertools.islice(vectors, _VECTORS))
+            grads = [param.grad for param in params if param.grad is not None]
         flag = _holds_non_finite(grads, losses)
         if flag is None:
             return False
@@ -170,30 +125,29 @@ class NonFiniteSteps(Subscriber):
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
             self._in_a_row = 0
             return False
-        skipped = self._action == "skip"
-        found = NonFiniteStep(number, type(optimizer).__name__, tuple(names), skipped)
-        self._take_note(found, optimizer)
-        return skipped
+        return self._act(number, optimizer, names)
 
-    def _take_note(self, found: NonFiniteStep, optimizer: Any) -> None:
+    def _act(self, number: int, optimizer: Any, names: Sequence[str]) -> bool:
+        """Explain a step, and do with it as `action` says; tell whether to skip it."""
         self._in_a_row += 1
+        skips, overflow = self._action == "skip", None
         # In a row of steps that are taken the weights are not finite any more.
-        if self._in_a_row == 1 or found.skipped:
-            found = replace(found, overflow=self._overflows.step_not_finite())
-        raises = self._action == "raise"
-        self._note(found, warns=not raises)
-        if raises:
-            raise NonFiniteGradientsError(f"{found}; {self._remedy(found)}", found.overflow)
-        if found.skipped:
+        if self._in_a_row == 1 or skips:
+            overflow = self._overflows.step_not_finite()
+        told = self._note(number, optimizer, names, overflow)
+        if self._action == "raise":
+            raise NonFiniteGradientsError(told, overflow)
+        if skips:
             for param in stepped_params(optimizer):
                 param.grad = None
             self._optimizers.step_stats.add_skip()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
                 raise NonFiniteGradientsError(
                     f"{self._in_a_row} steps in a row were skipped for inf or nan in the gradients, as "
-                    f"max_consecutive_skips says: {found}; {self._remedy(found)}",
-                    found.overflow,
+                    f"max_consecutive_skips says: {told}",
+                    overflow,
                 )
+        return skips
 
     def _known(self, number: int, reference: weakref.ref[Any], not_finite: bool) -> None:
         """Called after a step that was taken."""
@@ -201,35 +155,46 @@ class NonFiniteSteps(Subscriber):
         if not not_finite or optimizer is None:
             return
         # Looked for in the weights, as the gradients are those of a later step; once, as that waits for the device.
-        names = () if self._found else tuple(non_finite(named_params(optimizer)))
-        overflow = None if self._found else self._overflows.step_not_finite(late=True)
-        self._note(NonFiniteStep(number, type(optimizer).__name__, names, False, overflow), warns=True)
+        names = [] if self._sentences else non_finite(named_params(optimizer))
+        overflow = None if self._sentences else self._overflows.step_not_finite(late=True)
+        self._note(number, optimizer, names, overflow)
 
-    def _note(self, found: NonFiniteStep, *, warns: bool) -> None:
+    def _note(self, number: int, optimizer: Any, names: Sequence[str], overflow: Overflow | None) -> str:
+        """Count a step, warn of the first for each cause, and return what it is and what to do.
+
+        Args:
+            number: How many steps of optimizers came before it.
+            optimizer: The optimizer.
+            names: The first parameters whose gradients are not finite, or whose weights are after the step; none where
+                only the loss is not.
+            overflow: What made the inf or nan, where that was looked for.
+        """
+        where = f"the gradients of {', '.join(names)}" if names else "the loss"
+        done = ", and is skipped" if self._action == "skip" else ""
+        cause = "" if overflow is None else f": {overflow.cause}"
+        sentence = f"step {number} of {type(optimizer).__name__} has inf or nan in {where}{done}{cause}"
         self._total += 1
-        if len(self._found) < self.keeps:
-            self._found.append(found)
-        place = None if found.overflow is None else found.overflow.place
-        if warns and place not in self._told:
+        if len(self._sentences) < self.keeps:
+            self._sentences.append(sentence)
+        told = f"{sentence}; {self._remedy(overflow)}"
+        place = None if overflow is None else overflow.place
+        if self._action != "raise" and place not in self._told:
             self._told |= {None, place}
-            warn_user(f"{found}; {self._remedy(found)}. Others are counted")
+            warn_user(f"{told}. Others are counted")
+        return told
 
-    def _remedy(self, found: NonFiniteStep) -> str:
+    def _remedy(self, overflow: Overflow | None) -> str:
         """Return what to do: about the cause where that is known, else how to get to know it."""
         advice = "look at the data, the loss and the learning rate"
-        if found.overflow is None:
+        if overflow is None:
             advice += (
                 ". The op that made it is not known, because this step was not watched: trace_overflow=True names it"
             )
-        elif found.overflow.suggestion is not None:
-            advice = found.overflow.suggestion
+        elif overflow.suggestion is not None:
+            advice = overflow.suggestion
         if self._action == "warn":
             advice += "; on_nonfinite='skip' skips such steps, 'raise' stops before them"
         return advice
-
-
-def _is_vector_on_cpu(param: Tensor) -> bool:
-    return param.dim() < 2 and param.is_cpu
 
 
 def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:

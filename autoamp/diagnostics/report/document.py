@@ -60,9 +60,7 @@ def report_of(handle: Any) -> dict[str, Any]:
         "verdict": _verdict(handle, recording, inferences, skips, [*faults, *roundings]),
         "faults": faults,
         "roundings": roundings,
-        "nonfinite_steps": {
-            "total": handle.nonfinite.total, "sentences": [str(step) for step in handle.nonfinite.found],
-        },
+        "nonfinite_steps": {"total": handle.nonfinite.total, "sentences": handle.nonfinite.sentences},
         "inferences": inferences,
         "half_losses": list(recording.half_losses.rows.values()),
         "remedies": remedies([*faults, *roundings, *skips["groups"], *inferences["causes"]], settings.table),
