@@ -25,7 +25,7 @@ from autoamp.diagnostics.origins import Evidence, Named
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 from autoamp.errors import TapeError, UsageError
 from autoamp.stepping import several_processes
-from autoamp.tape import Ref, escaped, load_tape, save_tape
+from autoamp.tape import decoded, encoded, escaped, load_tape, save_tape
 from autoamp.tensors import dtype_name
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,11 @@ class CapsuleWriter:
         if not isinstance(found.verdict, (HalfPrecisionOp, NotFiniteInFp32)) or found.place in self._places:
             return
         self._places.add(found.place)
-        path = self._free_path(f"step-{found.iteration}-{found.op or found.kind}")
+        rank = f"-rank-{torch.distributed.get_rank()}" if several_processes() else ""
+        name = f"step-{found.iteration}-{found.op or found.kind}{rank}"
+        paths = (self._folder / f"{name}{f'-{n}' if n else ''}.capsule" for n in itertools.count())
+        # That of an earlier run stays.
+        path = next(path for path in paths if not path.exists())
         try:
             self._write(path, found, evidence())
         except BaseException as error:
@@ -93,22 +97,13 @@ class CapsuleWriter:
         else:
             log.warning("run the step again with: autoamp replay %s", path)
 
-    def _free_path(self, name: str) -> Path:
-        """Return a path of this rank that no earlier run has written."""
-        rank = f"-rank-{torch.distributed.get_rank()}" if several_processes() else ""
-        paths = (self._folder / f"{name}{rank}{f'-{n}' if n else ''}.capsule" for n in itertools.count())
-        return next(path for path in paths if not path.exists())
-
     def _write(self, path: Path, found: Overflow, evidence: Evidence) -> None:
         file = io.BytesIO()
         shifts = save_tape(evidence.tape, file)
         log.warning(
             "writing %s, %.1f MiB: it holds the weights and inputs of the step", path, file.getbuffer().nbytes / 2**20
         )
-        named = []
-        for one in evidence.named:
-            offset = one.ref.offset - shifts.get(one.ref.memory, 0)
-            named.append({**asdict(one), "ref": [*one.ref[:1], dtype_name(one.ref.dtype), *one.ref[2:4], offset]})
+        named = [{**asdict(one), "ref": encoded(one.ref, shifts)[1:]} for one in evidence.named]
         finding = {
             "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions(),
             "scale": evidence.scale, "half_dtype": dtype_name(evidence.half_dtype), "named": named,
@@ -141,7 +136,7 @@ def load_capsule(path: str | Path) -> Capsule:
         raise UsageError(f"{shown} has format {version} of capsules, expected {_FORMAT}; use the autoamp that wrote it")
     try:
         tape = load_tape(step)
-        named = tuple(Named(**{**one, "ref": _ref(*one["ref"])}) for one in finding["named"])
+        named = tuple(Named(**{**one, "ref": decoded(("ref", *one["ref"]))}) for one in finding["named"])
         dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[finding["half_dtype"]]
         evidence = Evidence(tape, named, float(finding["scale"]), dtype)
         found, written_by = dict(finding["overflow"]), dict(finding["versions"])
@@ -156,13 +151,6 @@ def versions() -> dict[str, str]:
     """Return the versions of autoamp, torch and Python."""
     ours = str(getattr(sys.modules.get("autoamp"), "__version__", "unknown"))
     return {"autoamp": ours, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def _ref(memory: int, dtype: str, size: list[int], stride: list[int], offset: int) -> Ref:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(dtype)
-    return Ref(int(memory), found, tuple(map(int, size)), tuple(map(int, stride)), int(offset))
 
 
 def _without_escapes(value: Any) -> Any:

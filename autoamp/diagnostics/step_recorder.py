@@ -105,16 +105,14 @@ class RecordedStep:
         found = [Named("loss", "loss", "", ref) for ref in self.loss_refs if ref is not None]
         for call in self.calls:
             root = unwrapped(call.module)
-            inputs = [(name, tensor, "input") for name, tensor in call.inputs()]
-            weights = [(name, tensor, "weight") for name, tensor in (*root.named_parameters(), *root.named_buffers())]
-            grads = [(name, self.grads.get(one, one.grad), "grad") for name, one in root.named_parameters()]
-            for name, tensor, kind in inputs + weights + grads:
+            named = [(name, tensor, "input") for name, tensor in call.inputs()]
+            named += [(name, tensor, "weight") for name, tensor in (*root.named_parameters(), *root.named_buffers())]
+            grads = ((name, self.grads.get(one, one.grad)) for name, one in root.named_parameters())
+            named += [(name, grad, "grad") for name, grad in grads if grad is not None]
+            for name, tensor, kind in named:
                 # Sparse ones have no memory.
-                if (
-                    tensor is not None
-                    and tensor.layout is torch.strided
-                    and (ref := self.tape.find(tensor)) is not None
-                ):
+                ref = self.tape.find(tensor) if tensor.layout is torch.strided else None
+                if ref is not None:
                     has_grad = kind == "input" and tensor.requires_grad
                     found.append(Named(kind, name, type(root).__name__, ref, has_grad))
         return tuple(dict.fromkeys(found))
@@ -388,16 +386,17 @@ class StepRecorder(Subscriber):
     def end(self, record: Any, outputs: Any) -> None:
         """Called when the call has ended."""
         self._inside.call = False
-        if record is not None:
-            try:
-                if isinstance(record, KeptCall):
-                    self.step.kept.end(record, outputs)
-                    # The handle may have been deactivated within the call.
-                    if not self.step.ended:
-                        self.outside.resume()
-                else:
-                    self.inferences.end(record, outputs)
-            except CannotRerun as error:
-                self.step.kept.incomplete = str(error)
-            except Exception:
-                log.debug("a call is not kept", exc_info=True)
+        if record is None:
+            return
+        try:
+            if not isinstance(record, KeptCall):
+                self.inferences.end(record, outputs)
+                return
+            self.step.kept.end(record, outputs)
+            # The handle may have been deactivated within the call.
+            if not self.step.ended:
+                self.outside.resume()
+        except CannotRerun as error:
+            self.step.kept.incomplete = str(error)
+        except Exception:
+            log.debug("a call is not kept", exc_info=True)

@@ -133,7 +133,11 @@ class Overflow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values under the names of the attributes; ``verdict`` is a mapping with its details."""
-        found = {"kind": self.kind, **asdict(self, dict_factory=_with_lists)}
+
+        def with_lists(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
+
+        found = {"kind": self.kind, **asdict(self, dict_factory=with_lists)}
         return {**found, "verdict": {"type": type(self.verdict).__name__, **found["verdict"]}}
 
     def __str__(self) -> str:
@@ -189,16 +193,11 @@ class Overflow:
 
     def _place(self) -> str:
         backward = "the backward pass of " if self.phase == "backward" else ""
-        parts = [f"{backward}{self.op}" if self.op else ""]
-        parts.append(f"in module {self.module}" if self.module else "")
-        parts.append(f"at {self.location}" if self.location else "")
-        parts.append(f"(parameter {self.parameter})" if self.parameter else "")
-        return " ".join(part for part in parts if part)
-
-
-def _with_lists(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dictionary with lists in place of tuples, as JSON has them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
+        parts = [f"{backward}{self.op}"] if self.op else []
+        parts += [f"in module {self.module}"] if self.module else []
+        parts += [f"at {self.location}"] if self.location else []
+        parts += [f"(parameter {self.parameter})"] if self.parameter else []
+        return " ".join(parts)
 
 
 def _sizes(sizes: tuple[float, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, writes_of, written
-from autoamp.tape.files import escaped, load_tape, save_tape
+from autoamp.tape.files import decoded, encoded, escaped, load_tape, save_tape
 from autoamp.tape.record import Recording, record
 from autoamp.tape.rerun import CannotRerun, Rerun, everything
 
@@ -17,6 +17,8 @@ __all__ = [
     "Rerun",
     "Seed",
     "Tape",
+    "decoded",
+    "encoded",
     "escaped",
     "everything",
     "iter_refs",

@@ -39,25 +39,25 @@ def save_tape(tape: Tape, path: str | os.PathLike[str] | IO[bytes]) -> dict[int,
     if tape.incomplete is not None or any(event.is_stale for event in tape.events if isinstance(event, Load)):
         why = tape.incomplete or "a tensor that it has read was written to since"
         raise TapeError(f"a tape that cannot run again is not saved: {why}")
-    shifts, events = _shown(tape), []
+    shown, events = _shown(tape), []
+    shifts = {memory: start for memory, (start, _) in shown.items()}
     for event in tape.events:
         if isinstance(event, Load):
             size = event.storage.nbytes() // event.dtype.itemsize
-            start, stop = shifts.get(event.memory, (0, size))
+            start, stop = shown.get(event.memory, (0, size))
             with undisturbed():
-                shown = typed(event.storage, event.dtype, (stop - start,), (1,), start).clone()
-            events.append(["load", event.memory, event.is_made, shown])
+                values = typed(event.storage, event.dtype, (stop - start,), (1,), start).clone()
+            events.append(["load", event.memory, event.is_made, values])
         elif isinstance(event, Seed):
-            events.append(["seed", _encoded(event.ref, shifts)])
+            events.append(["seed", encoded(event.ref, shifts)])
         else:
-            values = (event.args, event.kwargs, event.outputs, list(event.place))
-            encoded = [_encoded(value, shifts) for value in values]
+            parts = encoded([event.args, event.kwargs, event.outputs, list(event.place)], shifts)
             flags = [event.grad, event.phase, event.is_recorded, event.is_seed]
-            events.append(["op", event.func.name(), *encoded, *flags])
+            events.append(["op", event.func.name(), *parts, *flags])
     torch.save(
         {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__.split("+")[0], "events": events}, path
     )
-    return {memory: start for memory, (start, _) in shifts.items()}
+    return shifts
 
 
 def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
@@ -108,15 +108,20 @@ def _shown(tape: Tape) -> dict[int, tuple[int, int]]:
     return {memory: bounds for memory, bounds in shown.items() if memory in dtypes}
 
 
-def _encoded(value: Any, shifts: dict[int, tuple[int, int]]) -> Any:
-    """Return an argument as lists, dicts and plain values; a tuple is a type's name and what makes the value."""
+def encoded(value: Any, shifts: dict[int, int]) -> Any:
+    """Return an argument as lists, dicts and plain values; a tuple is a type's name and what makes the value.
+
+    Args:
+        value: The argument.
+        shifts: What `save_tape` returns.
+    """
     if isinstance(value, Ref):
-        offset = value.offset - shifts.get(value.memory, (0, 0))[0]
+        offset = value.offset - shifts.get(value.memory, 0)
         return ("ref", value.memory, dtype_name(value.dtype), list(value.size), list(value.stride), offset)
     if isinstance(value, (list, tuple)):
-        return [_encoded(item, shifts) for item in value]
+        return [encoded(item, shifts) for item in value]
     if isinstance(value, dict):
-        return {name: _encoded(item, shifts) for name, item in value.items()}
+        return {name: encoded(item, shifts) for name, item in value.items()}
     for name, kind in _NAMED.items():
         if isinstance(value, kind):
             return (name, str(value).removeprefix("torch."))
@@ -125,7 +130,8 @@ def _encoded(value: Any, shifts: dict[int, tuple[int, int]]) -> Any:
     return ("complex", value.real, value.imag) if isinstance(value, complex) else value
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """Return what was `encoded`. Raises ValueError and AttributeError if it was something else."""
     match value:
         case ("ref", int(memory), str(dtype), list(size), list(stride), int(offset)):
             if not all(type(one) is int and one >= 0 for one in (memory, *size, *stride, offset)):
@@ -138,9 +144,9 @@ def _decoded(value: Any) -> Any:
         case (str(kind), str(name)) if type(value) is tuple:
             return _named(kind, name)
         case list():
-            return [_decoded(item) for item in value]
+            return [decoded(item) for item in value]
         case dict():
-            return {str(name): _decoded(item) for name, item in value.items()}
+            return {str(name): decoded(item) for name, item in value.items()}
         case None | bool() | int() | float() | str():
             return value
     raise ValueError(value)
@@ -155,37 +161,34 @@ def _named(kind: str, name: str) -> Any:
 
 def _event(value: Any) -> Load | Seed | Op:
     match value:
-        case ["seed", ref] if isinstance(decoded := _decoded(ref), Ref):
-            return Seed(decoded)
+        case ["seed", ref] if isinstance(begun := decoded(ref), Ref):
+            return Seed(begun)
         case ["load", int(memory), bool(is_made), Tensor() as shown] if shown.layout is torch.strided:
             storage = shown.contiguous().untyped_storage()
             return Load(memory, shown.dtype, storage, storage, is_made=is_made)
         case ["op", str(name), list(args), dict(kwargs), outputs, place, bool(), str(phase), bool(), bool()]:
             if phase not in _PHASES:
                 raise ValueError(phase)
-            given = tuple(_decoded(args)), _decoded(kwargs), _decoded(outputs)
-            return Op(_operator(name), *given, _place(place), *value[6:])
+            namespace, _, rest = name.partition("::")
+            base, _, overload = rest.partition(".")
+            func = None
+            if namespace in _NAMESPACES and base != "from_file":
+                func = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
+            if not isinstance(func, OpOverload):
+                raise TapeError(f"the tape has the operator {escaped(name)!r}, which torch {torch.__version__} lacks")
+            given = tuple(decoded(args)), decoded(kwargs), decoded(outputs)
+            return Op(func, *given, _place(place), *value[6:])
     raise ValueError(value)
 
 
 def _place(value: Any) -> Place:
     match value:
         case [function, module, location, list(names), bool(is_cast), bool(in_place), list(classes)]:
-            texts = [None if text is None else escaped(text) for text in (function, module, location)]
-            named, around = tuple(map(escaped, names)), tuple(map(escaped, classes))
-            return Place(texts[0], texts[1], texts[2], named, is_cast, in_place, around)
+            texts = (function, module, location)
+            function, module, location = (None if text is None else escaped(text) for text in texts)
+            spelled, around = tuple(map(escaped, names)), tuple(map(escaped, classes))
+            return Place(function, module, location, spelled, is_cast, in_place, around)
     raise ValueError(value)
-
-
-def _operator(name: str) -> Any:
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
-    found = None
-    if namespace in _NAMESPACES and base != "from_file":
-        found = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
-    if not isinstance(found, OpOverload):
-        raise TapeError(f"the tape has the operator {escaped(name)!r}, which torch {torch.__version__} lacks")
-    return found
 
 
 def escaped(text: str) -> str:
