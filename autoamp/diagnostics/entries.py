@@ -119,17 +119,16 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
     own_half: set[int] = set()
     # Operators of a backward pass have the places of those of the forward pass.
     for op in (op for op in tape.ops if op.phase != "backward"):
-        read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
-        made = {ref.memory for ref in iter_refs(op.outputs)}
-        halves = {ref.memory for ref in iter_refs((op.args, op.kwargs)) if ref.dtype in HALF_DTYPES}
+        given, results = list(iter_refs((op.args, op.kwargs))), list(iter_refs(op.outputs))
+        read, made = {ref.memory for ref in given}, {ref.memory for ref in results}
         feeding = {casts[memory] for memory in read if memory in casts}
-        makes_half = any(ref.dtype in HALF_DTYPES for ref in iter_refs(op.outputs))
+        makes_half = any(ref.dtype in HALF_DTYPES for ref in results)
         is_promoted = not read.isdisjoint(wide)
-        is_listed = named = has(op)
+        is_listed = has(op)
         if is_listed and within and not op.place.is_cast:
+            halves = {ref.memory for ref in given if ref.dtype in HALF_DTYPES}
             is_listed = op.place.function not in CASTS and not (halves and halves <= own_half)
-        if within and named and makes_half and not op.place.is_cast and not is_listed:
-            own_half |= made
+            own_half |= made if makes_half and not is_listed else set()
         if op.place.is_cast:
             casts.update(dict.fromkeys(made, op.place))
             # A cast to fp32 of what is fp32 by the entry, whose gradient is then fp32 too.

@@ -136,23 +136,19 @@ class Followed:
         self._inputs = inputs
         self._sizes = _largest([tensor for tensor, origin in found if origin is None])
         backward = op.phase == "backward"
-        if backward and any(
-            ref.dtype in HALF_DTYPES and size >= self._limit
-            for (ref, _), size in zip(inputs, _largest([t for _, t in inputs]), strict=True)
-        ):
+        halves = [tensor for ref, tensor in inputs if ref.dtype in HALF_DTYPES]
+        if backward and any(size >= self._limit for size in _largest(halves)):
             self.too_large.append(op)
         if op.name == _CHECK:
             self.at_gradients += self._given
-        if backward or op.name == _CHECK:
-            for ref, _ in inputs:
+        for ref, _ in inputs:
+            if backward or op.name == _CHECK:
                 self._unread.pop(ref.memory, None)
-        if not op.place.is_cast:
-            for ref, _ in inputs:
-                if (made := self._casts.pop(ref.memory, None)) is not None:
-                    place = op.place
-                    made.place = made.place._replace(
-                        function=bare_op(op), location=place.location, names=place.names, in_place=place.in_place
-                    )
+            if not op.place.is_cast and (made := self._casts.pop(ref.memory, None)) is not None:
+                place, function = op.place, bare_op(op)
+                made.place = made.place._replace(
+                    function=function, location=place.location, names=place.names, in_place=place.in_place
+                )
 
     def _origin(self, ref: Ref, tensor: Tensor) -> NonFiniteOrigin | None:
         """Return where the inf or nan of an argument came from; None if it holds none."""
@@ -172,9 +168,7 @@ class Followed:
     def _after(self, op: Op, given: tuple[list[Any], dict[str, Any]], results: Any) -> None:
         """Follow inf and nan through an operator."""
         self._number += 1
-        if op.is_recorded and results is None:
-            return
-        if op.is_empty or op.name == _CHECK:
+        if (op.is_recorded and results is None) or op.is_empty or op.name == _CHECK:
             return
         changed = written(op.func, op.args, op.kwargs), written(op.func, *given)
         outputs = [*_pairs(*changed), *_pairs(op.outputs, results)]

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,7 +72,7 @@ class Rounding:
     """Ops whose rounding makes most of the error of a step. ``str()`` of it is a sentence.
 
     Attributes:
-        ops: For each its function, the path of its module and its line.
+        ops: For each its function, the path of its module and its line. The module is None if there are several.
         dtype: The half dtype.
         own_error: How far the result of the first is from fp32, computed from the same half inputs.
         errors: Those of the step.
@@ -131,8 +131,7 @@ def errors_of(step: Evidence, run: Rerun, wide: Rerun) -> Errors:
     return Errors(found, max(losses, default=0.0))
 
 
-@dataclass(frozen=True)
-class _Line:
+class _Line(NamedTuple):
     """Calls of a function at a line of the program: in one module, or in all if that is None."""
 
     function: str | None
@@ -184,18 +183,14 @@ def find_rounding(step: Evidence, errors: Errors, wide: Rerun) -> Rounding | Non
         # Close to its minimum a model of one layer has gradients of nothing but rounding.
         if found is None or not keeps_products(step.tape, chosen := _any_of(found)):
             continue
-        ops = [one for one in before if chosen(one)]
-        return Rounding(
-            tuple((one.function, _module_of(one, ops), one.location) for one in found), dtype_name(step.half_dtype),
-            _own_error(step.tape, ops[0]), errors, 1.0 - left(chosen), _entry_for(step.tape, ops, left),
-        )  # fmt: skip
+        ops, named = [one for one in before if chosen(one)], []
+        for line in found:
+            modules = {one.place.module for one in ops if line.has(one)}
+            named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
+        share, own_error = 1.0 - left(chosen), _own_error(step.tape, ops[0])
+        entry = _entry_for(step.tape, ops, left)
+        return Rounding(tuple(named), dtype_name(step.half_dtype), own_error, errors, share, entry)
     return None
-
-
-def _module_of(line: _Line, ops: list[Op]) -> str | None:
-    """Return the module in which the calls of a line are made; None if there are several."""
-    modules = {op.place.module for op in ops if line.has(op)}
-    return modules.pop() if len(modules) == 1 else None
 
 
 def _any_of(lines: list[_Line]) -> Choice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import dis
 import logging
 import pathlib
@@ -27,8 +28,10 @@ from autoamp.tensors import PLAIN_TYPES
 _LIBRARIES = frozenset(
     ("torch", "autoamp", "numpy", "math", "einops", "functools", "itertools", "typing", "collections")
 )
-_VALUES = (Tensor, Module, torch.Generator, torch.memory_format, numpy.ndarray, numpy.generic, pathlib.PurePath)
-_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, logging.Logger)
+_SAFE = (
+    Tensor, Module, torch.Generator, torch.memory_format, numpy.ndarray, numpy.generic, pathlib.PurePath,
+    types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, logging.Logger,
+)  # fmt: skip
 # What these names do outside of the process, or to objects whose contents are not known, is not undone.
 _WRITERS = frozenset(
     ("open", "print", "input", "exec", "eval", "setattr", "delattr", "write", "writelines", "write_text", "write_bytes",
@@ -135,8 +138,11 @@ def _unsafe_name(function: types.FunctionType, module: Module | None, known: set
     if function.__code__ in known:
         return None
     known.add(function.__code__)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    outer = {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+    outer = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # Without contents there is nothing to write to.
+        with contextlib.suppress(ValueError):
+            outer[name] = cell.cell_contents
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         if _is_shared(value):
             return f"a default of {function.__name__}"
@@ -145,9 +151,7 @@ def _unsafe_name(function: types.FunctionType, module: Module | None, known: set
         stores = any(step.opname in ("STORE_ATTR", "DELETE_ATTR") for step in steps)
         for step in steps:
             name, value = str(step.argval), None
-            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
-                step.argval in _WRITERS and isinstance(step.argval, str)
-            ):
+            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or name in _WRITERS:
                 return name
             is_outer = True
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -164,7 +168,7 @@ def _unsafe_name(function: types.FunctionType, module: Module | None, known: set
             if stores and (value is type or (isinstance(value, type) and not _is_of_library(value))):
                 return name
             used = [value] if isinstance(value, types.FunctionType) else []
-            used += _functions_of(value) if isinstance(value, type) and not _is_of_library(value) else []
+            used += _functions_of(value) if isinstance(value, type) else []
             for inner in used:
                 owner = module if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
                 if not _is_of_library(inner) and (found := _unsafe_name(inner, owner, known)):
@@ -184,22 +188,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(inner)
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return bool(cell) or cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
 def _is_safe(value: Any) -> bool:
     """Whether `KeptState` puts a value back, or nothing can be written to it."""
-    if isinstance(value, (*_VALUES, *_CODE, property, classmethod, staticmethod)) or type(value) in PLAIN_TYPES:
+    if isinstance(value, (*_SAFE, property, classmethod, staticmethod)) or type(value) in PLAIN_TYPES:
         return True
     if type(value) in _CONTAINERS or isinstance(value, tuple):
         items = value.values() if isinstance(value, dict) else value
-        return all(type(item) in PLAIN_TYPES or isinstance(item, _VALUES) or _is_code(item) for item in items)
-    return _is_of_library(value) or _is_code(value)
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, _CODE)
+        return all(type(item) in PLAIN_TYPES or isinstance(item, _SAFE) for item in items)
+    return _is_of_library(value)

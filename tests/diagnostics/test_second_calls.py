@@ -106,3 +106,17 @@ def test_what_cannot_be_put_back_is_a_reason(kind: type[nn.Module]) -> None:
 
 def test_what_a_module_holds_is_put_back() -> None:
     assert why_not_again(nn.Sequential(nn.Linear(2, 2), Own())) is None
+
+
+def test_a_function_of_a_name_that_has_no_value_yet_is_read() -> None:
+    def module(is_defined: bool) -> nn.Module:
+        class Closed(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x if self.training else later(x)
+
+        if is_defined:
+            later = remember
+        return Closed()
+
+    assert why_not_again(module(False)) is None
+    assert "not called again" in str(why_not_again(module(True)))
