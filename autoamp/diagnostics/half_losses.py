@@ -199,7 +199,7 @@ class HalfLosses:
         steps.count += 1
         if steps.saved:
             self._tell(optimizer, steps, _state_losses)
-        if _is_sampled(steps.count):
+        if is_sampled(steps.count):
             # A closure makes the gradients, and the program's own hooks may change them, after this.
             has_closure = any(map(callable, (*args[1:], *kwargs.values())))
             steps.closure = has_closure or has_step_pre_hooks(optimizer)
@@ -213,7 +213,7 @@ class HalfLosses:
         steps.running = None
         if steps.sample is not None:
             self._tell(optimizer, steps, self._lost_updates)
-        if _is_sampled(steps.count + 1) and not steps.sums:
+        if is_sampled(steps.count + 1) and not steps.sums:
             steps.sums = _found(_sums_of, optimizer)
 
     def _around_load(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -288,7 +288,7 @@ def _is_within(frame: FrameType, inner: FrameType | None) -> bool:
     return inner is frame
 
 
-def _is_sampled(step: int) -> bool:
+def is_sampled(step: int) -> bool:
     """Whether the step of this number, from 1, is 1, 4, 16, 64 and so on."""
     return step.bit_count() == 1 and step.bit_length() % 2 == 1
 

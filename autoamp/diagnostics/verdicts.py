@@ -173,7 +173,7 @@ class Overflow:
             case NotLocated(why=why, watched=steps):
                 watch = f"; watching the next {steps} steps" if steps else ""
                 return f"{self._made() if self.op else 'not located'}: {why}{watch}"
-        return "unknown"
+        return self.kind
 
     def _made(self) -> str:
         return f"{self._place()} made {self.value or 'inf or nan'}"

@@ -315,14 +315,9 @@ class Recording:
         if self._modes:
             self._recorder.stop(why)
 
-    @contextlib.contextmanager
-    def begin_backward(self, given: Any) -> Iterator[None]:
-        """Within the ``with`` statement a backward pass runs, by these gradients or by 1."""
-        if not self._modes:
-            yield
-            return
-        with self._recorder.begin_backward(given):
-            yield
+    def begin_backward(self, given: Any) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which a backward pass runs, by these gradients or by 1."""
+        return self._recorder.begin_backward(given) if self._modes else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoamp.diagnostics.findings import half_precision_finding
+from autoamp.diagnostics.half_losses import is_sampled
 from autoamp.diagnostics.roundings import Errors, Rounding, errors_of, find_rounding
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
@@ -48,8 +49,7 @@ class StepCheck:
 
     def compare(self, step: int) -> None:
         """Compare the coming step with fp32, if its number, from 0, is 0, 1, 4, 16 and so on."""
-        due = step == 0 or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
-        if not (due and self._handle.overflows.always):
+        if not (self._handle.overflows.always and (step == 0 or is_sampled(step))):
             return
         try:
             self._compare(step)
