@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
-from tests.diagnostics.faults import Net, line_of, mean_square, started, take_step
+from tests.diagnostics.faults import BIG_TIMES_BIG, Net, line_of, mean_square, squared, started, take_step
 
 
 def test_explain_overflow_names_op_and_line_of_a_loss() -> None:
@@ -24,6 +24,37 @@ def test_explain_overflow_names_op_and_line_of_a_loss() -> None:
     found = handle.explain_overflow(step)
     assert (found.op, found.location) == ("pow", line_of(step, "pow(2)"))
     assert handle.explain_overflow(lambda: mean_square(net(x))) is None
+
+
+class Stateful(Net):
+    """Writes attributes and buffers, of which one is None at first, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(squared)
+        self.seen, self.generator = [0.0], torch.Generator().manual_seed(3)
+        self.mean: Tensor | None
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(float(x.sum()))
+        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
+        return super().forward(x + self.mean + torch.rand(4, generator=self.generator))
+
+    def state(self) -> list[Tensor]:
+        generators = [self.generator.get_state(), torch.get_rng_state()]
+        return [*self.state_dict().values(), *generators, torch.tensor(self.seen)]
+
+
+def test_a_loss_that_is_explained_leaves_everything_as_it_was() -> None:
+    handle, net = started(traced=False), Stateful()
+    for calls in range(2):
+        before = net.state()
+        found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))))
+        assert found.location == BIG_TIMES_BIG
+        assert (len(net.seen), net.mean is None) == (1 + calls, calls == 0)
+        assert all(map(torch.equal, net.state(), before))
+        assert all(param.grad is None for param in net.parameters())
+        net(torch.randn(5, 4))
 
 
 REFUSED = {

@@ -18,7 +18,7 @@ from autoamp.diagnostics import (
     NotLocated,
     ScaleSearch,
 )
-from autoamp.runtime import current_handle, current_runtime
+from autoamp.runtime import current_runtime
 from tests.diagnostics.faults import (
     BIG_TIMES_BIG,
     Fault,
@@ -274,7 +274,8 @@ class Reciprocal(nn.Module):
     [
         (Net, "nan", 3, "x"),
         (Reciprocal, "inf", 1, "x"),
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "-inf", 2, "input"),
+        # A ReLU makes it finite.
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "-inf", 2, "input"),
     ],
 )
 def test_inf_and_nan_in_the_data_are_told_with_tensor_and_row(
@@ -290,13 +291,6 @@ def test_inf_and_nan_in_the_data_are_told_with_tensor_and_row(
     assert isinstance(found.verdict, NotFiniteInFp32)
     assert (found.verdict.cause, found.verdict.tensor, found.verdict.batch_index) == ("data", name, row)
     assert (found.value, found.op) == (value.removeprefix("-"), None)
-
-
-def test_minus_inf_in_the_data_is_told_though_relu_makes_it_finite() -> None:
-    x = torch.randn(5, 4)
-    x[2, 0] = float("-inf")
-    found = found_in(train(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), data=lambda _, step: x))
-    assert isinstance(found.verdict, NotFiniteInFp32)
 
 
 def test_a_weight_that_holds_nan_is_named() -> None:
@@ -335,18 +329,3 @@ def test_a_fault_is_located_though_the_program_overwrites_its_input() -> None:
     found = found_in(train(net, data=lambda _, step: x, loss=lambda out: mean_square(out) + 0.0 * x.zero_().sum()))
     assert (found.kind, found.op, found.location) == ("half_precision_op", "mul", BIG_TIMES_BIG)
     assert not x.any()
-
-
-def test_a_fault_at_o2_is_located() -> None:
-    net = Net(squared)
-    net, optimizer = autoamp.initialize(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O2", device_type="cpu", dtype=torch.float16,
-        verbosity=0, trace_overflow=True, loss_scale=128.0,
-    )  # fmt: skip
-    with autoamp.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    handle = current_handle()
-    assert handle is not None
-    found = found_in(handle)
-    assert (found.kind, found.op, found.module, found.location) == ("half_precision_op", "mul", "faulty", BIG_TIMES_BIG)

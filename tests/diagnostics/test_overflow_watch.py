@@ -15,9 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import autoamp
-from autoamp.runtime import runtime_of
 from tests.diagnostics.faults import (
-    BIG_TIMES_BIG,
     Net,
     found_in,
     line_of,
@@ -127,64 +125,6 @@ def test_modes_of_the_watch_end_with_the_handle() -> None:
     assert modes() == 2
     handle.deactivate()
     assert modes() == 0
-
-
-class Stateful(Net):
-    """Writes attributes and buffers, of which one is None at first, and draws from a generator of its own."""
-
-    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(fault)
-        self.calls, self.seen, self.generator = 0, [0.0], torch.Generator().manual_seed(3)
-        self.mean: Tensor | None
-        self.sums: Tensor
-        self.register_buffer("mean", None)
-        self.register_buffer("sums", torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.seen.append(float(x.sum()))
-        self.mean = x.mean(0) if self.mean is None else 0.5 * self.mean + 0.5 * x.mean(0)
-        self.sums = torch.cat([self.sums, x.sum().view(1)])
-        return super().forward(x + self.mean + torch.rand(4, generator=self.generator) * 1e-6)
-
-    def state(self) -> list[Tensor]:
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        generators = [self.generator.get_state(), torch.get_rng_state()]
-        return [*self.state_dict().values(), *gradients, *generators, torch.tensor([self.calls, *self.seen])]
-
-
-def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("fault", [squared, lambda h: h * 64.0])
-def test_looking_for_overflows_changes_no_result(fault: Callable[[Tensor], Tensor]) -> None:
-    """Weights, buffers, attributes, gradients and random numbers, bitwise, over skipped and taken steps."""
-
-    def run(traced: bool) -> list[Tensor]:
-        torch.manual_seed(1)
-        net = Stateful(fault)
-        optimizer, handle = torch.optim.Adam(net.parameters(), lr=0.01), started(None, traced=traced)
-
-        def step() -> None:
-            take_step(handle, net, optimizer, lambda out: mean_square(out) * 100.0)
-
-        for _ in range(6):
-            step()
-        assert handle.skipped_steps > 0
-        result = net.state()
-        optimizer.zero_grad()
-        before, steps = net.state(), runtime_of(handle).optimizers.step_stats.steps
-        found = handle.explain_overflow(lambda: mean_square(net(torch.randn(5, 4))) * 100.0)
-        assert fault is not squared or found.location == BIG_TIMES_BIG
-        assert are_equal(net.state(), before)
-        assert runtime_of(handle).optimizers.step_stats.steps == steps
-        if traced and fault is squared:
-            assert [one.location for one in handle.overflows] == [BIG_TIMES_BIG] * 6
-        handle.deactivate()
-        return result
-
-    assert are_equal(run(True), run(False))
 
 
 def test_looking_on_is_not_counted_or_traced() -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.diagnostics import NotLocated, Overflow
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle
 
-MODES = ("auto_scale", "scale_loss", "own GradScaler", "O2", "bf16", "fp32")
+MODES = ("auto_scale", "scale_loss", "fixed scale", "own GradScaler", "FP16_Optimizer", "O2", "bf16", "fp32")
 PLACES = ("module", "between", "loss", "backward", "data", "weight", "optimizer state")
 CLEAN = 2
 
@@ -148,14 +149,17 @@ def start(mode: str, program: Program, optimizer: Any) -> Any:
         )
         return current_handle()
     dtype = torch.bfloat16 if mode == "bf16" else torch.float16
-    return autoamp.init(device_type="cpu", dtype=dtype, scope="modules")
+    scale = 64.0 if mode == "fixed scale" else None
+    return autoamp.init(device_type="cpu", dtype=dtype, scope="modules", loss_scale=scale)
 
 
 def first_finding(program: Program, mode: str, place: str) -> tuple[Overflow | None, int]:
     """Return what was found first in a few steps, and how many found inf or nan."""
     torch.manual_seed(0)
     optimizer: Any = torch.optim.SGD(program.parameters(), lr=0.01, momentum=0.9)
-    handle = start(mode, program, optimizer)
+    handle, stepped = start(mode, program, optimizer), optimizer
+    if mode == "FP16_Optimizer":
+        stepped = FP16_Optimizer(optimizer, dynamic_loss_scale=True)
     scaler = torch.amp.GradScaler("cpu")
     program.plant("")
     with handle.auto_scale() if mode == "auto_scale" else contextlib.nullcontext():
@@ -164,13 +168,16 @@ def first_finding(program: Program, mode: str, place: str) -> tuple[Overflow | N
             if step == CLEAN:
                 program.plant(place)
                 plant_value(place, program, optimizer, x)
-            optimizer.zero_grad()
+            stepped.zero_grad()
             loss = program.loss(x, target)
             if mode == "own GradScaler":
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-            elif mode in ("scale_loss", "O2"):
+            elif mode == "FP16_Optimizer":
+                stepped.backward(loss)
+                stepped.step()
+            elif mode in ("scale_loss", "fixed scale", "O2"):
                 with handle.scale_loss(loss, optimizer) as scaled:
                     scaled.backward()
                 optimizer.step()
