@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from autoamp.tape import Op, Rerun, Tape
+
 WIDTH, TOKENS, BATCH = 16, 6, 4
 
 
@@ -148,3 +150,10 @@ class Program(nn.Module):
         own = [*self.parameters(), *self.buffers(), self.outside, torch.from_numpy(self.counts)]
         grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         return [tensor.detach().clone() for tensor in (*own, *grads, torch.tensor(self.calls))]
+
+
+def last_value(tape: Tape, tensor: Tensor, in_fp32: Callable[[Op], bool] = lambda op: False) -> Tensor:
+    """Return the value of a tensor at the end of a run of its tape."""
+    ref = tape.find(tensor)
+    assert ref is not None
+    return Rerun(tape, in_fp32).finish().value(ref)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoamp.errors import TapeError
-from autoamp.tape import Load, Op, Place, Rerun, load_tape, record, save_tape
+from autoamp.tape import CannotRerun, Load, Op, Place, Rerun, load_tape, record, save_tape
 
 
 @pytest.fixture
@@ -91,8 +91,6 @@ def test_reference_beyond_a_memory(saved: Path) -> None:
     def enlarge(found: Any) -> None:
         kind, memory, dtype, _, _, offset = first_op(found)[2][0]
         first_op(found)[2][0] = (kind, memory, dtype, [2**40], [1], offset)
-
-    from autoamp.tape import CannotRerun
 
     with pytest.raises(CannotRerun, match="larger than its memory"):
         Rerun(load_tape(changed(saved, enlarge))).finish()

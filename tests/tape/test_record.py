@@ -13,14 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoamp.tape import CannotRerun, Place, Rerun, Tape, record
-
-
-def last_value(tape: Tape, tensor: torch.Tensor) -> torch.Tensor:
-    ref = tape.find(tensor)
-    assert ref is not None
-    return Rerun(tape).finish().value(ref)
-
+from autoamp.tape import CannotRerun, Place, Rerun, record
+from tests.tape.programs import last_value
 
 # -- values that no operator made --
 

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 import autoamp
 from autoamp.tape import CannotRerun, Load, Op, Place, Ref, Rerun, Tape, everything, record
+from tests.tape.programs import last_value
 
 
 def test_chosen_operators_in_fp32() -> None:
@@ -15,12 +16,10 @@ def test_chosen_operators_in_fp32() -> None:
     with record() as tape:
         y = x.exp()
         z = y.log()
-    ref = tape.find(z)
-    assert ref is not None
     assert z.tolist() == [float("inf")] * 4
 
     def run(*names: str) -> float:
-        return Rerun(tape, lambda op: op.name in names).finish().value(ref)[0].item()
+        return last_value(tape, z, lambda op: op.name in names)[0].item()
 
     # exp alone has its result rounded for log, which overflows again; log alone gets inf.
     assert run() == run("aten::exp") == run("aten::log") == float("inf")
@@ -33,10 +32,8 @@ def test_fp32_results_flow_through_views_and_writes() -> None:
         y = x * x
         y[0].mul_(2)
         z = y.t().contiguous().view(-1) / 600
-    ref = tape.find(z)
-    assert ref is not None
     assert torch.isinf(z).all()
-    assert Rerun(tape, everything).finish().value(ref).tolist() == [300.0, 150.0] * 3
+    assert last_value(tape, z, everything).tolist() == [300.0, 150.0] * 3
 
 
 def test_dtype_arguments_become_fp32() -> None:
@@ -44,12 +41,10 @@ def test_dtype_arguments_become_fp32() -> None:
     with record() as tape:
         y = x.to(torch.bfloat16).sum(dtype=torch.bfloat16)
         z = torch.softmax(x.half(), -1, dtype=torch.float32) + torch.zeros((), dtype=torch.half)
-    run = Rerun(tape, everything).finish()
-    for value, expected in ((y, 4 / 3), (z, 0.25)):
-        ref = tape.find(value)
-        assert ref is not None
-        assert run.value(ref).dtype is torch.float32
-        assert run.value(ref).flatten()[0].item() == pytest.approx(expected, rel=1e-6)
+    for tensor, expected in ((y, 4 / 3), (z, 0.25)):
+        value = last_value(tape, tensor, everything)
+        assert value.dtype is torch.float32
+        assert value.flatten()[0].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_mask_of_minus_inf_and_of_the_lowest_half_number() -> None:
@@ -57,9 +52,7 @@ def test_mask_of_minus_inf_and_of_the_lowest_half_number() -> None:
     mask = torch.tensor([0.0, 0.0, -torch.inf, torch.finfo(torch.float16).min], dtype=torch.float16)
     with record() as tape:
         result = torch.softmax((scores + mask + mask).float(), -1)
-    ref = tape.find(result)
-    assert ref is not None
-    assert torch.allclose(Rerun(tape, everything).finish().value(ref), result, atol=1e-3)
+    assert torch.allclose(last_value(tape, result, everything), result, atol=1e-3)
 
 
 def test_memory_that_is_not_initialized() -> None:
@@ -67,12 +60,10 @@ def test_memory_that_is_not_initialized() -> None:
         x = torch.empty(1000, dtype=torch.float16)
         x[:500] = 1
         y = x[:500].sum()
-    ref = tape.find(y)
-    assert ref is not None
     for op, _, results in Rerun(tape):
         if op.is_empty:
             assert not results.any()
-    assert Rerun(tape).finish().value(ref).item() == 500
+    assert last_value(tape, y).item() == 500
 
 
 class Refuses(TorchFunctionMode):
@@ -152,9 +143,7 @@ def test_result_that_is_laid_out_in_another_way_in_fp32() -> None:
         y = laid_out(x)
         y[0].mul_(2)
         z = y.view(-1) + 1
-    ref = tape.find(z)
-    assert ref is not None
-    assert torch.equal(Rerun(tape, everything).finish().value(ref), z.float())
+    assert torch.equal(last_value(tape, z, everything), z.float())
 
 
 def test_result_of_another_size_in_fp32() -> None:
@@ -162,10 +151,8 @@ def test_result_of_another_size_in_fp32() -> None:
     with record() as tape:
         half = x.half()
         y = half[half >= x].sum()
-    ref = tape.find(y)
-    assert ref is not None
     assert y.item() == 0
-    assert Rerun(tape, everything).finish().value(ref).item() == pytest.approx(0.3)
+    assert last_value(tape, y, everything).item() == pytest.approx(0.3)
 
 
 def test_cast_that_returns_its_argument_in_fp32() -> None:
@@ -175,10 +162,8 @@ def test_cast_that_returns_its_argument_in_fp32() -> None:
         y = x.to(torch.float16)
         y.add_(1)
         z = x + y
-    ref = tape.find(z)
-    assert ref is not None
     assert next(op.name for op in tape.ops) == "aten::to"
-    assert Rerun(tape, everything).finish().value(ref).tolist() == z.tolist() == [3.0] * 3
+    assert last_value(tape, z, everything).tolist() == z.tolist() == [3.0] * 3
 
 
 def test_softmax_of_a_gpu_that_makes_an_fp32_result() -> None:
@@ -197,9 +182,7 @@ def test_dropout_of_a_gpu_runs_by_its_mask(dtype: torch.dtype) -> None:
     x = (torch.ones(100) / 3).to(dtype)
     with record() as tape:
         y = torch.native_dropout(x, 0.25, True)[0] * 3
-    ref = tape.find(y)
-    assert ref is not None
-    assert torch.equal(Rerun(tape).finish().value(ref), y)
-    wide = Rerun(tape, everything).finish().value(ref)
+    assert torch.equal(last_value(tape, y), y)
+    wide = last_value(tape, y, everything)
     assert wide.dtype is torch.float32
     assert torch.allclose(wide, torch.where(y > 0, x.float() * 4, 0.0))
