@@ -6,8 +6,10 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,15 +39,11 @@ def handle() -> autoamp.Handle:
 
 
 class Counter(TorchDispatchMode):
-    """Counts casts of parameters to half, whoever makes them, in the threads that enter it. Entered as it is made."""
-
-    live: ClassVar[list[Counter]] = []
+    """Counts casts of parameters to half, whoever makes them, in the threads that enter it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.of: dict[int, int] = {}
-        self.__enter__()
-        self.live.append(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In inference mode `to` itself gets here.
@@ -58,11 +56,11 @@ class Counter(TorchDispatchMode):
         return self.of.get(id(parameter), 0)
 
 
-@pytest.fixture(autouse=True)
-def no_counter_is_left() -> Iterator[None]:
-    yield
-    while Counter.live:
-        Counter.live.pop().__exit__(None, None, None)
+@pytest.fixture
+def counter() -> Iterator[Counter]:
+    """Count the casts of the test."""
+    with Counter() as counting:
+        yield counting
 
 
 def expected(x: Tensor, weight: Tensor) -> Tensor:
@@ -73,31 +71,6 @@ def expected(x: Tensor, weight: Tensor) -> Tensor:
 # -- every way to write to a weight --
 
 
-def copied(weight: Parameter, value: Tensor) -> None:
-    with torch.no_grad():
-        weight.copy_(value)
-
-
-def assigned_to_data(weight: Parameter, value: Tensor) -> None:
-    weight.data = value.clone()
-
-
-def written_through_data(weight: Parameter, value: Tensor) -> None:
-    weight.data.copy_(value)
-
-
-def written_through_detach(weight: Parameter, value: Tensor) -> None:
-    weight.detach().copy_(value)
-
-
-def written_through_numpy(weight: Parameter, value: Tensor) -> None:
-    weight.detach().numpy()[...] = value.numpy()
-
-
-def written_through_storage(weight: Parameter, value: Tensor) -> None:
-    weight.untyped_storage().copy_(value.clone().untyped_storage())
-
-
 def swapped_twice(weight: Parameter, value: Tensor) -> None:
     # The second tensor may well lie where the first weight lay.
     weight.data = torch.zeros_like(value)
@@ -105,22 +78,22 @@ def swapped_twice(weight: Parameter, value: Tensor) -> None:
 
 
 def stepped(weight: Parameter, value: Tensor) -> None:
-    before = weight.detach().clone()
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    weight.grad = before - value
+    weight.grad = weight - value
     optimizer.step()
 
 
-WRITES = [
-    copied,
-    assigned_to_data,
-    written_through_data,
-    written_through_detach,
-    written_through_numpy,
-    written_through_storage,
-    swapped_twice,
-    stepped,
-]
+# Each is called without gradients.
+WRITES: dict[str, Callable[[Parameter, Tensor], object]] = {
+    "copy": lambda weight, value: weight.copy_(value),
+    "new data": lambda weight, value: setattr(weight, "data", value.clone()),
+    "data": lambda weight, value: weight.data.copy_(value),
+    "detach": lambda weight, value: weight.detach().copy_(value),
+    "numpy": lambda weight, value: np.copyto(weight.numpy(), value.numpy()),
+    "storage": lambda weight, value: weight.untyped_storage().copy_(value.clone().untyped_storage()),
+    "new data twice": swapped_twice,
+    "step": stepped,
+}
 
 MODES: dict[str, Callable[[], Any]] = {
     "grad": contextlib.nullcontext,
@@ -136,7 +109,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("bare", [False, True], ids=["module", "function"])
 def test_each_next_output_is_right_after_any_write(handle: autoamp.Handle, before: str, after: str, bare: bool) -> None:
     x = torch.randn(3, 4)
-    for write in WRITES:
+    for name, write in WRITES.items():
         layer = nn.Linear(4, 4, bias=False)
 
         def call(layer: nn.Linear = layer) -> Tensor:
@@ -144,13 +117,14 @@ def test_each_next_output_is_right_after_any_write(handle: autoamp.Handle, befor
 
         for _ in range(2):
             with MODES[before]():
-                assert torch.equal(call().float(), expected(x, layer.weight)), write.__name__
-            write(layer.weight, torch.randn(4, 4))
+                assert torch.equal(call().float(), expected(x, layer.weight)), name
+            with torch.no_grad():
+                write(layer.weight, torch.randn(4, 4))
             with MODES[after]():
                 output = call()
             assert output.dtype == HALF
             assert output.requires_grad == (after == "grad")
-            assert torch.equal(output.detach().float(), expected(x, layer.weight)), write.__name__
+            assert torch.equal(output.detach().float(), expected(x, layer.weight)), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -184,8 +158,7 @@ class Switching(nn.Module):
 
     def __init__(self, modes: list[str]) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
-        self.modes = modes
+        self.layer, self.modes = nn.Linear(4, 4, bias=False), modes
 
     def forward(self, x: Tensor) -> Tensor:
         total = torch.zeros(3, 4)
@@ -220,21 +193,21 @@ def test_gradients_are_right_if_grad_modes_change_within_one_call(handle: autoam
 class WithinOneCall(nn.Module):
     """Uses a weight, lets somebody write to it, and uses it again."""
 
-    def __init__(self, write: Callable[[Parameter, Tensor], None]) -> None:
+    def __init__(self, write: Callable[[Parameter, Tensor], object]) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4, bias=False)
-        self.write = write
+        self.layer, self.write = nn.Linear(4, 4, bias=False), write
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first = self.layer(x)
-        self.write(self.layer.weight, torch.randn(4, 4))
+        with torch.no_grad():
+            self.write(self.layer.weight, torch.randn(4, 4))
         return first, self.layer(x)
 
 
-@pytest.mark.parametrize("write", [copied, assigned_to_data, swapped_twice, stepped])
+@pytest.mark.parametrize("write", ["copy", "new data", "new data twice", "step"])
 @pytest.mark.parametrize("mode", ["grad", "no_grad"])
-def test_a_write_within_one_call_reaches_the_next_use(handle: autoamp.Handle, write: Any, mode: str) -> None:
-    model = WithinOneCall(write)
+def test_a_write_within_one_call_reaches_the_next_use(handle: autoamp.Handle, write: str, mode: str) -> None:
+    model = WithinOneCall(WRITES[write])
     x = torch.randn(3, 4)
     for _ in range(5):
         with MODES[mode]():
@@ -246,22 +219,32 @@ def test_a_write_within_one_call_reaches_the_next_use(handle: autoamp.Handle, wr
 
 
 class Repeats(nn.Module):
+    """Uses a layer several times in one call."""
+
     def __init__(self, times: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.times = times
+        self.layer, self.times = nn.Linear(4, 4), times
 
     def forward(self, x: Tensor) -> Tensor:
-        total = torch.zeros(())
-        for _ in range(self.times):
-            total = total + self.layer(x).float().sum()
-        return total
+        return torch.stack([self.layer(x).float().sum() for _ in range(self.times)]).sum()
+
+
+class Transforms(nn.Module):
+    """Uses a layer within functional transforms and beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda a: self.layer(a).float().square().sum())(x)
+        each = torch.vmap(self.layer)(x)
+        return (self.layer(x).float() + slope + each.float() + self.layer(slope).float()).sum()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_weight_used_often_in_one_call_is_cast_twice(handle: autoamp.Handle, mode: str) -> None:
+def test_a_weight_used_often_in_one_call_is_cast_twice(handle: autoamp.Handle, counter: Counter, mode: str) -> None:
     model = Repeats(5)
-    counter = Counter()
     with MODES[mode]():
         for calls in (1, 2):
             model(torch.randn(3, 4))
@@ -270,25 +253,24 @@ def test_a_weight_used_often_in_one_call_is_cast_twice(handle: autoamp.Handle, m
             assert len(handle.cache) == 0
 
 
-def test_without_caching_each_use_casts() -> None:
+def test_without_caching_each_use_casts(counter: Counter) -> None:
     handle = start(enable_caching=False)
     model = Repeats(5)
-    counter = Counter()
     model(torch.randn(3, 4))
     assert counter[model.layer.weight] == 5
     assert len(handle.cache) == 0
 
 
-def test_gradients_add_up_over_a_shared_cast() -> None:
-    x = torch.randn(3, 4)
-    model = Repeats(4)
-    gradients = []
+@pytest.mark.parametrize("make", [lambda: Repeats(4), Transforms], ids=["repeats", "transforms"])
+def test_gradients_add_up_over_a_shared_cast(make: Callable[[], nn.Module]) -> None:
+    x, model, results = torch.randn(3, 4), make(), []
     for enable_caching in (True, False):
         start(enable_caching=enable_caching)
         model.zero_grad()
-        model(x).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for cached, uncached in zip(*gradients, strict=True):
+        output = model(x)
+        output.backward()
+        results.append([output, *(parameter.grad for parameter in model.parameters())])
+    for cached, uncached in zip(*results, strict=True):
         assert cached.dtype == torch.float32
         torch.testing.assert_close(cached, uncached, rtol=2e-3, atol=2e-3)
 
@@ -307,64 +289,30 @@ def test_nothing_is_kept_after_an_exception(handle: autoamp.Handle) -> None:
         assert len(handle.cache) == 0
 
 
-def test_threads_do_not_share_casts(handle: autoamp.Handle) -> None:
-    model = Repeats(3)
-    counter = Counter()
-    barrier = threading.Barrier(2)
-    finished = []
+def test_threads_do_not_share_casts(handle: autoamp.Handle, counter: Counter) -> None:
+    model, barrier = Repeats(3), threading.Barrier(2)
 
     def meet(*_: Any) -> None:
         barrier.wait(timeout=30)
 
-    def run() -> None:
+    def run(_: int) -> int:
         with counter:
             model(torch.randn(3, 4))
-        finished.append(len(handle.cache))
+        return len(handle.cache)
 
     model.layer.register_forward_pre_hook(meet)
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert finished == [0, 0]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [0, 0]
     assert counter[model.layer.weight] == 4
-
-
-def test_functional_transforms_within_a_call() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            slope = torch.func.grad(lambda a: self.layer(a).float().square().sum())(x)
-            each = torch.vmap(self.layer)(x)
-            return self.layer(x).float() + slope + each.float() + self.layer(slope).float()
-
-    x = torch.randn(3, 4)
-    model = Model()
-    results = []
-    for enable_caching in (False, True):
-        start(enable_caching=enable_caching)
-        model.zero_grad()
-        output = model(x)
-        output.sum().backward()
-        results.append((output, model.layer.weight.grad, model.layer.bias.grad))
-    for cached, uncached in zip(*results, strict=True):
-        torch.testing.assert_close(cached, uncached, rtol=1e-2, atol=1e-2)
 
 
 # -- inference(model): the explicit promise --
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_inference_casts_once_over_many_calls(handle: autoamp.Handle, mode: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    counter = Counter()
-    x = torch.randn(3, 4)
-    with handle.inference(model) as same, MODES[mode]():
-        assert same is model
+def test_inference_casts_once_over_many_calls(handle: autoamp.Handle, counter: Counter, mode: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4)
+    with handle.inference(model), MODES[mode]():
         outputs = [model(x) for _ in range(4)]
         assert len(handle.cache) == 4
         assert [counter[parameter] for parameter in model.parameters()] == [1, 1, 1, 1]
@@ -377,10 +325,8 @@ def test_inference_casts_once_over_many_calls(handle: autoamp.Handle, mode: str)
 
 
 @pytest.mark.parametrize("first", ["no_grad", "inference_mode"])
-def test_inference_serves_both_modes(handle: autoamp.Handle, first: str) -> None:
-    model = nn.Linear(4, 4)
-    x = torch.randn(3, 4)
-    counter = Counter()
+def test_inference_serves_both_modes(handle: autoamp.Handle, counter: Counter, first: str) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
     with handle.inference(model):
         with MODES[first]():
             model(x)
@@ -394,10 +340,8 @@ def test_inference_serves_both_modes(handle: autoamp.Handle, first: str) -> None
     assert counter[model.weight] == 2
 
 
-def test_blocks_that_end_in_another_order(handle: autoamp.Handle) -> None:
-    model = nn.Linear(4, 4)
-    counter = Counter()
-    x = torch.randn(3, 4)
+def test_inference_blocks_may_end_in_another_order(handle: autoamp.Handle, counter: Counter) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
     first, second = handle.inference(model), handle.inference(model)
     with torch.no_grad():
         first.__enter__()
@@ -413,26 +357,15 @@ def test_blocks_that_end_in_another_order(handle: autoamp.Handle) -> None:
 
 
 def test_inference_from_many_threads(handle: autoamp.Handle) -> None:
-    layer = nn.Linear(4, 4, bias=False)
-    x = torch.randn(3, 4)
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(3, 4)
     reference = expected(x, layer.weight)
-    wrong: list[Any] = []
 
-    def serve() -> None:
-        try:
-            for _ in range(50):
-                with handle.inference(layer), torch.no_grad():
-                    if not torch.equal(layer(x).float(), reference):
-                        wrong.append("value")
-        except Exception as error:
-            wrong.append(error)
+    def serve(_: int) -> None:
+        with handle.inference(layer), torch.no_grad():
+            assert torch.equal(layer(x).float(), reference)
 
-    threads = [threading.Thread(target=serve) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(serve, range(200))) == [None] * 200
     assert len(handle.cache) == 0
 
 
