@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import autoamp
 import autoamp.compat
 
-WAY, HALF = sys.argv[1:3] if len(sys.argv) == 3 else ("plain", "bfloat16")
+# The test imports the names of the programs.
+WAY, HALF = sys.argv[1:3] if __name__ == "__main__" else ("plain", "bfloat16")
 DTYPE: torch.dtype = getattr(torch, HALF)
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 NOTES: list[Any] = []
@@ -328,10 +329,8 @@ def apex_level(level: str) -> Callable[[], None]:
     return program
 
 
-EARLY: dict[str, Callable[[], None]] = {
-    "scaler_early": scaler_early,
-}
-"""Programs that switch autoamp on themselves."""
+EARLY = {"scaler_early": scaler_early}
+"""Programs that switch autoamp on themselves, and scale their losses."""
 
 OWN: dict[str, Callable[[], None]] = {
     program.__name__: program

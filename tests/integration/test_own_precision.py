@@ -13,19 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.integration import own_precision
 from tests.launches import launched
 
 SCRIPT = "own_precision.py"
-OWN = (
-    "half_model", "half_model_with_masters", "half_model_with_fp32_norm", "engine",
-    "half_model_after_an_fp32_one", "half_inference", "frozen_half_teacher", "half_embedding",
-    "autocast", "autocast_and_scaler", "fp16_optimizer", "apex_O0", "apex_O1", "apex_O2", "apex_O3",
-)  # fmt: skip
-CAST = (
-    "plain", "frozen_half_embedding", "lora", "lora_by_hand",
-    "half_copy_to_evaluate", "autocast_to_evaluate", "scaler_unused",
-)  # fmt: skip
-SCALED = ("scaler_alone", "scaler_early", "scaler_of_fsdp")
+OWN, CAST, SCALED = tuple(own_precision.OWN), tuple(own_precision.CAST), (*own_precision.SCALED, *own_precision.EARLY)
 
 
 @functools.cache

@@ -45,15 +45,10 @@ def masters(optimizer: Any) -> list[Tensor]:
 # -- what each rank does --
 
 
-def reduce_by_hand(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def reduce_by_hand(model: nn.Module) -> nn.Module:
     """Broadcast through ``.data`` at the start, as programs without a wrapper do."""
     for param in model.parameters():
         dist.broadcast(param.data, 0)
-    return model
-
-
-def reducer_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    model.reducer = parallel.Reducer(model)  # type: ignore[assignment]
     return model
 
 
@@ -61,20 +56,10 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "torch": DistributedDataParallel,
     "views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
     "apex": parallel.DistributedDataParallel,
-    "reducer": reducer_of,
+    "reducer": lambda model: vars(model).update(reducer=parallel.Reducer(model)) or model,
     "by hand": reduce_by_hand,
 }
-
-
 SUMMED = ("torch", "views", "apex", "by hand")
-
-
-def average_by_hand(model: nn.Module, name: str) -> None:
-    if name in ("reducer", "by hand"):
-        for param in model.parameters():
-            assert param.grad is not None
-            dist.all_reduce(param.grad)
-            param.grad /= WORLD
 
 
 def train(rank: int, name: str) -> dict[str, Any]:
@@ -91,7 +76,9 @@ def train(rank: int, name: str) -> dict[str, Any]:
         with autoamp.scale_loss(wrapped(part_of(rank, step)).square().mean(), optimizer) as scaled:
             started = masters(optimizer) if started is None else started
             scaled.backward()
-        average_by_hand(model, name)
+        for param in model.parameters() if name in ("reducer", "by hand") else ():
+            dist.all_reduce(param.grad)
+            param.grad /= WORLD
         optimizer.step()
     found = {"started": started, "masters": masters(optimizer), "halves": [p.detach() for p in model.parameters()]}
     found = {key: [tensor.clone() for tensor in value] for key, value in found.items()}  # type: ignore[union-attr]
@@ -102,13 +89,9 @@ def train(rank: int, name: str) -> dict[str, Any]:
 def fp16_optimizer(rank: int, first: str) -> list[Tensor]:
     """Train by `FP16_Optimizer`, made before or after the wrapper."""
     model = network(rank).half()
-    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    if first == "wrapper":
-        wrapped = DistributedDataParallel(model)
-        optimizer = FP16_Optimizer(inner, static_loss_scale=64.0)
-    else:
-        optimizer = FP16_Optimizer(inner, static_loss_scale=64.0)
-        wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if first == "wrapper" else None
+    optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), static_loss_scale=64.0)
+    wrapped = wrapped or DistributedDataParallel(model)
     for step in range(4):
         optimizer.zero_grad()
         for half in part_of(rank, step).half().chunk(2):
@@ -147,29 +130,6 @@ def accumulate(rank: int, name: str, scale: float, count: int, no_sync: bool = F
     return {"error": error, "grads": together}
 
 
-def masters_of(optimizer: Any) -> list[Any]:
-    return list(autoamp.master_params(optimizer))
-
-
-def written(rank: int) -> list[Tensor]:
-    """Average weights through ``.data`` in mid-training, and say so."""
-    model = network(0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    handle = o2(model, optimizer)
-    for step in range(4):
-        optimizer.zero_grad()
-        with autoamp.scale_loss(model(part_of(rank, step)).square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    for param in model.parameters():
-        dist.all_reduce(param.data)
-        param.data /= WORLD
-    handle.masters_from_model()
-    found = masters(optimizer)
-    handle.deactivate()
-    return found
-
-
 def lopsided(rank: int) -> list[float]:
     """Reduce by Apex's wrapper where one rank alone has an earlier gradient, in fp32 beside the master."""
     torch.manual_seed(0)
@@ -188,14 +148,14 @@ def lopsided(rank: int) -> list[float]:
     back(*(("both", "first") if rank == 0 else ("both",)))
     wrapped.enable_allreduce()
     back("both")
-    found = [float(param.grad.max()) for param in masters_of(optimizer)]
+    found = [float(param.grad.max()) for param in autoamp.master_params(optimizer)]
     handle.deactivate()
     return found
 
 
 def found_by_rank() -> dict[str, Any]:
     rank = dist.get_rank()
-    found: dict[str, Any] = {"lopsided": lopsided(rank), "written": written(rank)}
+    found: dict[str, Any] = {"lopsided": lopsided(rank)}
     for name in WRAPPERS:
         found[name] = train(rank, name)
     for name in SUMMED:
@@ -253,7 +213,3 @@ def test_an_earlier_gradient_of_one_rank_alone(ranks: list[Any]) -> None:
     for found in ranks:
         # Each block gives 1: two of them on each rank, and one on one rank of two.
         assert found["lopsided"] == [2.0, 2.0, 0.5, 0.5]
-
-
-def test_masters_from_model(ranks: list[Any]) -> None:
-    assert same(ranks[0]["written"], ranks[1]["written"])

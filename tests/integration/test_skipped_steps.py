@@ -24,6 +24,7 @@ import autoamp.optimizers
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle, runtime_of
 from autoamp.scaling import UnreadFlags
+from tests.states import differences
 
 # What makes more state than the defaults do.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -56,18 +57,6 @@ def copied(optimizer: Any) -> Any:
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     state = {place: dict(optimizer.state[param]) for place, param in enumerate(params) if param in optimizer.state}
     return copy.deepcopy(([param.detach() for param in params], groups, state))
-
-
-def differences(one: Any, other: Any, place: str = "") -> list[str]:
-    """Return the places where two nested values differ."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return [] if one.dtype == other.dtype and torch.equal(one, other) else [place]
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [found for key in one for found in differences(one[key], other[key], f"{place}.{key}")]
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return [found for number, pair in pairs for found in differences(*pair, f"{place}.{number}")]
-    return [] if one == other else [f"{place}: {one} and {other}"]
 
 
 def train(make: Callable[..., Any], way: str, closure: bool, device: str, sizes: list[float]) -> tuple[list[str], Any]:
