@@ -128,22 +128,13 @@ def assert_same(one: tuple[Tensor, list[Tensor | None]], other: tuple[Tensor, li
 
 
 @pytest.mark.parametrize("cls", MODELS)
-def test_compiled_training_is_eager_training(cls: Any) -> None:
-    model, x = cls(), torch.randn(cls.shape)
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    expected = trained(handle, model, model, x)
-    # In eager mode a second training pass finds other running statistics.
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert_same(trained(handle, model, compiled, x), expected)
-
-
-@pytest.mark.parametrize("cls", MODELS)
-def test_the_graph_holds_the_casts(cls: Any) -> None:
-    model, x, graphs, half = cls(), torch.randn(cls.shape), Graphs(), torch.float16
+def test_compiled_training_is_eager_training_and_the_graph_holds_the_casts(cls: Any, half: torch.dtype) -> None:
+    model, x, graphs = cls(), torch.randn(cls.shape), Graphs()
     handle = autoamp.init(device_type="cpu", dtype=half)
     expected = trained(handle, model, model, x)
     dynamo.utils.counters.clear()
-    assert_same(trained(handle, model, torch.compile(model, backend=graphs, fullgraph=True), x), expected)
+    for backend in ("aot_eager", graphs):
+        assert_same(trained(handle, model, torch.compile(model, backend=backend, fullgraph=True), x), expected)
     assert len(graphs.graphs) == 1
     assert not dynamo.utils.counters["graph_break"]
     heavy = ("linear", "conv2d", "lstm", "einsum")

@@ -220,15 +220,8 @@ class Operators(nn.Module):
 
     def forward(self, t: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         t = t.abs() + 1
-        both = (
-            operator.add,
-            operator.sub,
-            operator.mul,
-            operator.truediv,
-            operator.pow,
-            operator.floordiv,
-            operator.mod,
-        )
+        names = ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod")
+        both = [getattr(operator, name) for name in names]
         return (t @ w, *(one(t.bfloat16(), w.abs() + 1) for one in both), *(one(2.0, t.bfloat16()) for one in both))
 
 
@@ -335,18 +328,16 @@ def allowed(t: Tensor, w: Tensor) -> Tensor:
     return t @ w
 
 
-def test_functions_that_a_program_allows_in_graphs_cast_as_in_eager_mode() -> None:
-    init()
-
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_functions_that_a_program_allows_in_graphs_cast_as_in_eager_mode(backend: str) -> None:
     def function(t: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast("cpu", enabled=False):
             promised = allowed(t, w)
         return promised, allowed(t, w)
 
-    t, w = values()
-    for backend in ("eager", "aot_eager"):
-        found = torch.compile(function, backend=backend, fullgraph=True)(t, w)
-        assert [output.dtype for output in found] == [FP32, HALF]
+    init()
+    found = torch.compile(function, backend=backend, fullgraph=True)(*values())
+    assert [output.dtype for output in found] == [FP32, HALF]
 
 
 # -- TorchScript --
@@ -450,48 +441,34 @@ def test_a_trace_with_casts_is_not_cast_again(load: bool) -> None:
     assert [output.dtype for output in traced(t, w)] == [FP32] * 7 + [HALF]
 
 
-# -- inductor --
-
-
-class _Layer(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ x
-
-
-class _Around(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = _Layer()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)
-        return result
+# -- code that is shared --
 
 
 def test_code_that_instances_share_is_compiled_for_each_precision() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    x, models = torch.randn(4, 4), [_Around(), _Around()]
-    handle.override(models[1].layer, "fp32")
+    handle, (t, w), models = init(), values(), [Plain(), Plain()]
     compiled = [torch.compile(model, backend="eager", fullgraph=True) for model in models]
-    assert [model(x).dtype for model in compiled] == [torch.bfloat16, torch.float32]
-    # An override after the first call, and its end.
-    override = handle.override(models[0].layer, "fp32")
-    assert compiled[0](x).dtype is torch.float32
-    override.undo()
-    assert compiled[0](x).dtype is torch.bfloat16
+
+    def dtypes() -> list[torch.dtype]:
+        return [model(t, w)[0].dtype for model in compiled]
+
+    with handle.override(models[1].inner, "fp32"):
+        assert dtypes() == [HALF, FP32]
+        # An override after the first call, and its end.
+        with handle.override(models[0].inner, "fp32"):
+            assert dtypes() == [FP32, FP32]
+        assert dtypes() == [HALF, FP32]
 
 
 def test_compiled_code_leaves_the_names_of_the_program() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    handle = init()
     namespace: dict[str, Any] = {"torch": torch, "handle": handle}
     source = "def f(a):\n    with handle.disable_casts():\n        return torch.nn.functional.normalize(a @ a)\n"
     exec(source, namespace)
-    assert torch.compile(namespace["f"], backend="eager")(torch.randn(4, 4)).dtype is torch.float32
+    assert torch.compile(namespace["f"], backend="eager")(torch.randn(4, 4)).dtype is FP32
     assert not {"set", "reset", "now"} & set(namespace)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_frozen_script_takes_half_inputs() -> None:
-    frozen = torch.jit.freeze(torch.jit.script(torch.nn.Linear(4, 4).eval()))
-    autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    assert frozen(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    frozen = torch.jit.freeze(torch.jit.script(nn.Linear(4, 4).eval()))
+    init()
+    assert frozen(torch.ones(2, 4, dtype=HALF)).dtype is HALF
