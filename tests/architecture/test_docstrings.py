@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import FunctionType
-from typing import Any
 
-REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+from tests.docs.pages import documented, found_at
 
 # Its methods take what those of `Handle` take, which have the sections. The tree `apex` has Apex's own documentation.
 EXCEPTIONS = ("autoamp.NoOpHandle.", "autoamp.compat.")
 
 
-def found_at(dotted: str) -> Any:
-    """Return what a page of the reference documents."""
-    parts = dotted.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:end]))
-        except ModuleNotFoundError:
-            continue
-        for name in parts[end:]:
-            found = getattr(found, name)
-        return found
-    raise AssertionError(dotted)
-
-
 def public_functions() -> Iterator[tuple[str, FunctionType, str]]:
     """Yield each documented function and each public method of a documented class, with its own and inherited text."""
-    pages = "".join(path.read_text(encoding="utf-8") for path in sorted(REFERENCE.glob("*.md")))
-    for dotted in re.findall(r"^::: (autoamp\.\S+)", pages, re.MULTILINE):
+    for dotted in [name for name in documented() if name.startswith("autoamp.")]:
         found = found_at(dotted)
         if isinstance(found, FunctionType):
             yield dotted, found, found.__doc__ or ""

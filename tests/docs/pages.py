@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = tuple(
@@ -66,6 +68,18 @@ def blocks_of(page: str) -> Iterator[Block]:
 def prose_of(page: str) -> str:
     """Return a page without its fenced blocks."""
     return _FENCE.sub("", text_of(page))
+
+
+def documented() -> list[str]:
+    """Return the names that have a place in the reference."""
+    texts = [text_of(page) for page in PAGES if page.startswith("docs/reference/")]
+    return sorted({name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)})
+
+
+def found_at(name: str) -> Any:
+    """Return what a dotted name of the reference means."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 BLOCKS = tuple(block for page in PAGES for block in blocks_of(page))

@@ -78,17 +78,19 @@ def accuracy(out: str) -> float:
     return float(out.partition("accuracy: ")[2])
 
 
+def part_of(page: Path, pattern: str) -> str:
+    """Return the one part of a page that a pattern has as its group."""
+    (found,) = re.findall(pattern, page.read_text(encoding="utf-8"), re.DOTALL)
+    return str(found)
+
+
 def lines_of(page: Path) -> str:
     """Return the lines for a list file that a page shows."""
-    found = re.search(r'<pre class="diff".*?<code>(.*?)</code>', page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
-    return html.unescape(re.sub(r"</?span>", "", found[1]))
+    return html.unescape(re.sub(r"</?span>", "", part_of(page, r'<pre class="diff".*?<code>(.*?)</code>')))
 
 
 def document_of(page: Path) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    return dict(json.loads(found[1]))
+    return dict(json.loads(part_of(page, r'<script type="application/json" id="data">(.*?)</script>')))
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -101,11 +103,12 @@ def test_an_overflow_fails_the_run_and_comes_first_on_its_page(
     line = (folder / f"{name}.py").read_text().splitlines().index(f"        return {FORMULAS[name][1]}") + 1
     assert f"{op} in module 1 at {name}.py:{line} made inf" in ended[name].err
     document = document_of(folder / f"{name}.html")
-    (overflow,) = [one["overflow"] for one in document["faults"] + document["skips"]["groups"]][:1]
+    overflow = (document["faults"] + document["skips"]["groups"])[0]["overflow"]
     assert f"add fp32 = {json.dumps(overflow['fp32_names'])} to the list file" in ended[name].err
     verdict = document["verdict"]
     assert verdict["level"] == "bad"
     assert re.search(rf"{op} (in module 1 )?at {name}.py:{line}", verdict["sentence"])
+    assert [entry["op"] for entry in document["remedies"] if entry["policy"] == "fp32"] == overflow["fp32_names"]
     assert all(f'"{called}"' in lines_of(folder / f"{name}.html") for called in overflow["fp32_names"])
 
 
@@ -115,13 +118,6 @@ def test_with_the_told_entry_it_is_as_in_fp32(
 ) -> None:
     assert cured[name].code == 0, cured[name].err
     assert accuracy(cured[name].out) >= plain[name] - 0.02
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_the_page_suggests_the_names_that_the_line_calls(name: str, folder: Path, ended: dict[str, Ended]) -> None:
-    document = document_of(folder / f"{name}.html")
-    overflow = (document["faults"] + document["skips"]["groups"])[0]["overflow"]
-    assert [entry["op"] for entry in document["remedies"] if entry["policy"] == "fp32"] == overflow["fp32_names"]
 
 
 def test_it_is_told_without_a_page_too_and_bf16_holds_it(plain: dict[str, float], ended: dict[str, Ended]) -> None:

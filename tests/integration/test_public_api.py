@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.docs.pages import PAGES, text_of
+from tests.docs.pages import documented, found_at
 
 # After a change on purpose: python -m tests.integration.test_public_api
 LISTED = Path(__file__).with_name("public_api.txt")
-
-
-def names() -> list[str]:
-    """Return the names that have a place in the reference, without those of the package of kernels."""
-    reference = [text_of(page) for page in PAGES if page.startswith("docs/reference/")]
-    return sorted({name for text in reference for name in re.findall(r"^::: (autoamp\.\S+)$", text, re.MULTILINE)})
 
 
 def parameters(function: Any) -> str:
@@ -57,9 +50,9 @@ def members(kind: type) -> dict[str, Any]:
 
 def described() -> Iterator[str]:
     """Yield a line for each public name, and for each member of a public class."""
-    for name in names():
-        module, _, attribute = name.rpartition(".")
-        value = getattr(importlib.import_module(module), attribute)
+    # Without the package of kernels, which may not be built here.
+    for name in [name for name in documented() if name.startswith("autoamp.")]:
+        value = found_at(name)
         if not isinstance(value, type):
             yield f"{name}{parameters(value)}" if callable(value) else f"{name}: {type(value).__name__}"
             continue
