@@ -135,8 +135,7 @@ def resume_all(folder: Path, threads: int) -> None:
 
 def end_handle() -> None:
     """End the handle, if there is one: the next run may have another half dtype."""
-    handle = autoamp.current_handle()
-    if handle is not None:
+    if (handle := autoamp.current_handle()) is not None:
         handle.deactivate()
 
 

@@ -26,21 +26,10 @@ def convnet() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(32, 1, 8, 8)
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(16, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.out = nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.encoder(self.embed(x)).mean(1))
-        return out
-
-
 def transformer() -> tuple[nn.Module, Tensor]:
-    return Encoder(), torch.randn(16, 12, 16)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return nn.Sequential(nn.Linear(16, 32), encoder, nn.Flatten(), nn.Linear(12 * 32, 10)), torch.randn(16, 12, 16)
 
 
 def vector(params: Iterable[Any]) -> Tensor:
@@ -93,8 +82,7 @@ def test_no_worse_than_torch_amp(make: Any, half: torch.dtype, device: str, caps
         for name, run in WAYS.items():
             got = run(copy.deepcopy(model), inputs, labels, half)
             errors[name] += ((got - exact).norm() / exact.norm()).item() / SEEDS
-            handle = autoamp.current_handle()
-            if handle is not None:
+            if (handle := autoamp.current_handle()) is not None:
                 handle.deactivate()
     with capsys.disabled():
         row = "  ".join(f"{name} {error:.2e}" for name, error in errors.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 import autoamp
 from autoamp.cli import main
 from autoamp.errors import AutoampError, ListFileError, LossScaleError, TargetError, UsageError
+from tests.launches import written
 
 CPU: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16}
 
@@ -26,10 +28,15 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
+def started() -> tuple[autoamp.Handle, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
+    """A handle, and what trains a model: its optimizer, and what computes its loss."""
+    net = model()
+    return autoamp.init(**CPU), sgd(net), lambda: net(torch.randn(8, 4)).float().square().mean()
+
+
 def unscaled_backward() -> None:
-    handle, net = autoamp.init(**CPU), model()
-    optimizer = sgd(net)
-    loss = net(torch.randn(8, 4)).float().square().mean()
+    handle, optimizer, loss_of = started()
+    loss = loss_of()
     with handle.scale_loss(loss, optimizer):
         loss.backward()
 
@@ -126,21 +133,16 @@ def test_an_error_gives_the_value_the_rule_and_the_remedy(misuse: str) -> None:
         assert part in str(raised.value)
 
 
-def half_at(level: Any) -> Callable[[], None]:
-    def initialized() -> None:
-        net = model().half()
-        autoamp.initialize(net, sgd(net), opt_level=level, verbosity=0, **CPU)
-
-    return initialized
+def half_at(level: Any) -> None:
+    net = model().half()
+    autoamp.initialize(net, sgd(net), opt_level=level, verbosity=0, **CPU)
 
 
 def steps_without_scale() -> None:
-    net = model()
-    optimizer = sgd(net)
-    autoamp.init(**CPU)
+    _, optimizer, loss_of = started()
     for _ in range(12):
         optimizer.zero_grad()
-        (net(torch.randn(8, 4)).float().square().mean() * 1e-9).backward()
+        (loss_of() * 1e-9).backward()
         optimizer.step()
 
 
@@ -151,13 +153,14 @@ WARNINGS: dict[str, tuple[Callable[[], Any], tuple[str, str, str]]] = {
         ("of SGD's gradients underflow in fp16", "the loss is not scaled", "with handle.scale_loss(loss, optimizer)"),
     ),
     "a half model at O1": (
-        half_at("O1"), ("parameter '0.weight' of Sequential is in torch.float16 already", "opt_level='O1' steps it",
-                        "Give initialize() the model in fp32"),
+        lambda: half_at("O1"),
+        ("parameter '0.weight' of Sequential is in torch.float16 already", "opt_level='O1' steps it",
+         "Give initialize() the model in fp32"),
     ),
     "a half model at O2": (
-        half_at("O2"), ("parameter '0.weight' of Sequential is in torch.float16 already",
-                        "opt_level='O2' makes its fp32 master of the rounded values",
-                        "Give initialize() the model in fp32"),
+        lambda: half_at("O2"),
+        ("parameter '0.weight' of Sequential is in torch.float16 already",
+         "opt_level='O2' makes its fp32 master of the rounded values", "Give initialize() the model in fp32"),
     ),
 }  # fmt: skip
 
@@ -175,34 +178,29 @@ def test_a_warning_gives_the_value_the_rule_and_the_remedy_once(misuse: str) -> 
 
 
 def gradients_held() -> None:
-    net = model()
-    optimizer = sgd(net)
-    autoamp.init(**CPU)
-    net(torch.randn(8, 4)).float().square().sum().backward()
+    _, optimizer, loss_of = started()
+    (loss_of() * 32).backward()
     optimizer.step()
 
 
 def scaled_by_torch() -> None:
-    net, scaler = model(), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = sgd(net)
-    autoamp.init(**CPU)
-    scaler.scale(net(torch.randn(8, 4)).float().square().mean() * 1e-9).backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    _, optimizer, loss_of = started()
+    scaler.scale(loss_of() * 1e-9).backward()
     scaler.step(optimizer)
 
 
 def scaled_by_us() -> None:
-    net = model()
-    optimizer = sgd(net)
-    with autoamp.init(**CPU).auto_scale():
-        (net(torch.randn(8, 4)).float().square().mean() * 1e-9).backward()
+    handle, optimizer, loss_of = started()
+    with handle.auto_scale():
+        (loss_of() * 1e-9).backward()
         optimizer.step()
 
 
 def scaled_in_parts() -> None:
-    handle, net = autoamp.init(**CPU), model()
-    optimizer = sgd(net)
+    handle, optimizer, loss_of = started()
     for _ in range(2):
-        with handle.scale_loss(net(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
+        with handle.scale_loss(loss_of(), optimizer) as scaled:
             (scaled * 0.5).backward()
         optimizer.step()
 
@@ -237,10 +235,8 @@ COMMANDS: dict[str, tuple[list[str], int, tuple[str, ...]]] = {
 def test_a_command_ends_with_its_exit_code_and_one_message(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.chdir(written(tmp_path, FILES))
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
     argv, code, parts = COMMANDS[command]
     assert main(argv) == code
     out, err = capsys.readouterr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from typing import Any
 
@@ -40,6 +42,11 @@ def pair(seed: int) -> tuple[nn.Sequential, torch.optim.SGD]:
     return model, sgd(model)
 
 
+def two_pairs() -> tuple[nn.Sequential, torch.optim.SGD, nn.Sequential, torch.optim.SGD]:
+    """A discriminator and a generator, say, each with its optimizer."""
+    return *pair(1), *pair(2)
+
+
 def step(model: nn.Module, optimizer: Any, seed: int, factor: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     inputs, labels = torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
@@ -76,8 +83,7 @@ def alone(seed: int, level: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_each_network_trains_as_if_it_were_alone(first: str, second: str) -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     originals = [*d.parameters(), *g.parameters()]
     initialize(d, opt_d, opt_level=first)
     step(d, opt_d, 0)
@@ -101,8 +107,7 @@ def test_each_network_trains_as_if_it_were_alone(first: str, second: str) -> Non
 
 
 def test_the_handle_of_the_first_call_serves_all() -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     initialize(d, opt_d, opt_level="O2")
     first = handle()
     initialize(g, opt_g, opt_level="O1", trace_overflow=True)
@@ -116,16 +121,12 @@ def test_the_handle_of_the_first_call_serves_all() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            {"dtype": torch.bfloat16},
-            r"dtype=torch\.bfloat16 differs from torch\.float16.*pass the same dtype to both calls",
-        ),
+        ({"dtype": torch.bfloat16}, r"dtype=torch\.bfloat16 differs from torch\.float16.*the same dtype to both calls"),
         ({"lists": {"extends": [], "fp16": ["matmul"]}}, "lists= differs.*pass the same lists to both calls"),
     ],
 )
 def test_what_two_calls_cannot_both_have_is_refused_and_the_first_goes_on(given: Any, message: str) -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     initialize(d, opt_d, opt_level="O1")
     first = handle()
     with pytest.raises(autoamp.UsageError, match=message):
@@ -139,8 +140,7 @@ def test_what_two_calls_cannot_both_have_is_refused_and_the_first_goes_on(given:
 
 
 def test_enabled_false_ends_all_or_is_refused_while_another_network_is_in_use() -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     initialize(d, opt_d, opt_level="O2")
     initialize(g, opt_g, opt_level="O1")
     with pytest.raises(autoamp.UsageError, match=r"end all earlier calls by autoamp\.current_handle\(\)\.deactivate"):
@@ -154,8 +154,7 @@ def test_enabled_false_ends_all_or_is_refused_while_another_network_is_in_use() 
 
 
 def test_calls_of_one_kind_share_their_scalers() -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     initialize(d, opt_d, opt_level="O2")
     step(d, opt_d, 0, torch.inf)
     initialize(g, opt_g, opt_level="O1", num_losses=2)
@@ -172,8 +171,7 @@ def test_calls_of_one_kind_share_their_scalers() -> None:
 
 
 def test_calls_of_different_kinds_have_scalers_of_their_own() -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     initialize(d, opt_d, opt_level="O2")
     initialize(g, opt_g, opt_level="O0")
     assert handle().stats["loss_scales"] == [2.0**16, 1.0]
@@ -208,8 +206,7 @@ def test_a_state_is_loaded_though_a_model_from_before_lives_on() -> None:
 
 
 def test_a_model_that_is_named_again_is_set_up_anew_and_the_other_one_left() -> None:
-    d, opt_d = pair(1)
-    g, opt_g = pair(2)
+    d, opt_d, g, opt_g = two_pairs()
     initialize(d, opt_d, opt_level="O2")
     initialize(g, opt_g, opt_level="O2")
     step(d, opt_d, 0)
@@ -270,27 +267,22 @@ def test_overrides_of_earlier_models_stay() -> None:
 # -- optimizers and groups that come later --
 
 
-def trained_state(make: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.mark.parametrize(("how", "kind"), [("built", torch.optim.Adam), ("added", torch.optim.Adagrad)])
+def test_what_comes_after_initialize_is_loaded_unrounded(how: str, kind: Any) -> None:
+    make = functools.partial(kind, lr=0.01)
     model = network(1)
     optimizer = make(model.parameters())
     initialize(model, optimizer, opt_level="O2")
     for turn in range(3):
         step(model, optimizer, turn)
-    state = model.state_dict(), optimizer.state_dict()
-    copy = {key: value.clone() for key, value in state[0].items()}, state[1]
+    weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     handle().deactivate()
-    return copy
-
-
-@pytest.mark.parametrize(("how", "make"), [("built", torch.optim.Adam), ("added", torch.optim.Adagrad)])
-def test_what_comes_after_initialize_is_loaded_unrounded(how: str, make: Any) -> None:
-    weights, state = trained_state(lambda params: make(params, lr=0.01))
     model = network(2)
     if how == "built":
         initialize(model, opt_level="O2")
-        optimizer = make(model.parameters(), lr=0.01)
+        optimizer = make(model.parameters())
     else:
-        optimizer = make(model[0].parameters(), lr=0.01)
+        optimizer = make(model[0].parameters())
         initialize(model, optimizer, opt_level="O2")
         optimizer.add_param_group({"params": [p for layer in model[1:] for p in layer.parameters()]})
         state = {**state, "param_groups": optimizer.state_dict()["param_groups"]}
