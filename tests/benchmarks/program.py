@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import autoamp
 from tests.benchmarks.models import CASES
+from tests.saved import SavedTensors
 
 FIRST_STEPS = 5
 
@@ -97,19 +98,9 @@ def page_faults() -> int:
 
 def saved_bytes(loss_of_batch: Callable[[], Tensor], model: nn.Module) -> int:
     """Return the bytes that a loss saves for its backward pass, each storage once, without the parameters."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    # Held until the end, so that no address is used twice.
-    saved: dict[int, Any] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with SavedTensors(model.parameters()) as saved:
         loss_of_batch()
-    return sum(storage.nbytes() for storage in saved.values())
+    return sum(saved.bytes_by_dtype("cpu").values())
 
 
 def answer(values: dict[str, float]) -> None:

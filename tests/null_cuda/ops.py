@@ -10,7 +10,6 @@ import functools
 import itertools
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 import autoamp
 from autoamp.rules import CastPolicy, shipped_table
 from tests.null_cuda.training import HALVES
+from tests.saved import SavedTensors
 from tests.sweep.cases import FLOATS, MODES, OPS, Call
 
 # Samples of one op; arguments of several dtypes for each of them.
@@ -183,31 +183,15 @@ def run(function: Callable[..., Any], call: Call) -> Outcome:
     leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
     for index in call.wanting:
         leaves[index].requires_grad_()
-    own = {_address(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    sizes: dict[int, tuple[torch.dtype, int]] = {}
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if _address(tensor) not in own:
-            sizes[_address(tensor)] = tensor.dtype, tensor.untyped_storage().nbytes()
-            kept.append(tensor)
-        return tensor.detach()
-
     args, kwargs = tree_unflatten(leaves, call.spec)
-    with warnings.catch_warnings(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with warnings.catch_warnings(), SavedTensors(leaf for leaf in leaves if isinstance(leaf, Tensor)) as saved:
         warnings.simplefilter("ignore")
         try:
             result = function(*args, **kwargs)
         except Exception as error:  # whatever torch raises is to be compared
             return Outcome(error=repr(error)[:200])
-    saved: Counter[torch.dtype] = Counter()
-    for dtype, size in sizes.values():
-        saved[dtype] += size
-    return Outcome("", tuple(leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), dict(saved))
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    dtypes = tuple(leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+    return Outcome("", dtypes, saved.bytes_by_dtype())
 
 
 def differences(name: str, half_name: str) -> dict[str, str]:
@@ -263,12 +247,8 @@ def on_purpose(name: str, half_name: str) -> str:
     return _comment(default.origin.line) if default is not None and default.origin.line is not None else ""
 
 
+@functools.cache
 def _comment(line: int) -> str:
     """Return what the default list says of the entry in a line, if it says that it differs."""
-    comment = re.search(r"#\s*(differs.*)$", _default_lines()[line - 1])
-    return comment[1] if comment else ""
-
-
-@functools.cache
-def _default_lines() -> list[str]:
-    return (LISTS / "default.toml").read_text(encoding="utf-8").splitlines()
+    text = (LISTS / "default.toml").read_text(encoding="utf-8").splitlines()[line - 1]
+    return "".join(re.findall(r"#\s*(differs.*)$", text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +18,7 @@ import autoamp
 from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.null_cuda.device import Cost, held, spent
 from tests.null_cuda.models import BATCH, MODELS, WIDTH, Batch
+from tests.saved import SavedTensors
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # Steps before the one that counts: states, caches and what is learnt of a loop are there by then.
@@ -240,8 +240,9 @@ def measured(make: Callable[[], Batch], half: torch.dtype, way: Way) -> Found:
         _settled()
         cost = spent(step)
         gradients = step.gradients()
-        saved = _saved(step)
-        return Found(step.output, gradients, saved, dataclasses.replace(cost, peak=cost.peak - before))
+        with SavedTensors(step.model.parameters()) as saved:
+            step()
+        return Found(step.output, gradients, saved.bytes_by_dtype(), dataclasses.replace(cost, peak=cost.peak - before))
 
 
 def _settled() -> int:
@@ -262,29 +263,6 @@ def open_libraries() -> None:
         with torch.autocast("cuda", dtype=half):
             layer(x).sum().backward()
     torch.autograd.backward(layer(x).sum())
-
-
-def _saved(step: Step) -> dict[torch.dtype, int]:
-    """Return how many bytes a step saves for its backward pass, by dtype."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in step.model.parameters()}
-    sizes: dict[int, tuple[torch.dtype, int]] = {}
-    # Held until all are counted, so that no address is taken twice.
-    kept: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and tensor.is_cuda:
-            sizes[storage.data_ptr()] = tensor.dtype, storage.nbytes()
-            kept.append(tensor)
-        # Not the tensor itself: it would hold the graph that it is saved in.
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        step()
-    found: collections.Counter[torch.dtype] = collections.Counter()
-    for dtype, size in sizes.values():
-        found[dtype] += size
-    return dict(found)
 
 
 def own(case: Case) -> Found:
