@@ -23,9 +23,6 @@ import autoamp
 from autoamp import optimizers
 from autoamp.fp16_utils import FP16_Optimizer, network_to_half
 
-__all__ = ["OPTIMIZERS", "AddGroup", "Backward", "Clear", "Fill", "Freeze", "Load", "Read", "Save", "Setup", "Step",
-           "Write", "run"]  # fmt: skip
-
 LAYERS = ("first", "second", "norm", "late")
 # The one op whose casts these programs depend on: to patch all of torch for each of them takes time, and `test_casts`
 # does that.
