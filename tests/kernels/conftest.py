@@ -18,38 +18,32 @@ KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 COMPILER = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 
 
-def is_older(target: Path, *others: Path) -> bool:
-    """Whether a file is missing, or older than the kernels' sources and other files."""
-    sources = [*(KERNELS / "src").iterdir(), KERNELS / "setup.py", *others]
-    return not target.is_file() or target.stat().st_mtime < max(path.stat().st_mtime for path in sources)
-
-
 def emulated_library() -> Path:
     """Return a library whose kernels for GPUs run on the host, compiled unless it is newer than its sources."""
-    header = Path(__file__).with_name("emulated_cuda.h")
-    target = KERNELS / "build" / "libemulated.so"
     import fcntl  # Not on Windows.
 
+    header, target = Path(__file__).with_name("emulated_cuda.h"), KERNELS / "build" / "libemulated.so"
+    newest = max(path.stat().st_mtime for path in (*(KERNELS / "src").iterdir(), KERNELS / "setup.py", header))
     target.parent.mkdir(exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         # Another worker may be compiling it.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        compile_emulated(target, header)
+        if not target.is_file() or target.stat().st_mtime < newest:
+            compile_emulated(target, header)
     return target
 
 
 def compile_emulated(target: Path, header: Path) -> None:
-    """Compile that library, unless it is newer than its sources."""
-    if is_older(target, header):
-        fresh = target.with_suffix(f".{os.getpid()}")
-        objects = fresh.with_name(f"{fresh.name}.o")
-        flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
-        source = ["-include", str(header), "-x", "c++", str(KERNELS / "src" / "cuda.cu"), "-x", "none"]
-        cpu = ["-U__CUDACC__", "-Dak_cpu_lamb=ak_host_lamb", "-c", str(KERNELS / "src" / "cpu.cpp"), "-o", str(objects)]
-        subprocess.run([str(COMPILER), *flags[:2], *flags[3:], *cpu], check=True)
-        subprocess.run([str(COMPILER), *flags, *source, str(objects), "-o", str(fresh)], check=True)
-        objects.unlink()
-        os.replace(fresh, target)
+    """Compile that library."""
+    fresh = target.with_suffix(f".{os.getpid()}")
+    objects = fresh.with_name(f"{fresh.name}.o")
+    flags = ["-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"]
+    source = ["-include", str(header), "-x", "c++", str(KERNELS / "src" / "cuda.cu"), "-x", "none"]
+    cpu = ["-U__CUDACC__", "-Dak_cpu_lamb=ak_host_lamb", "-c", str(KERNELS / "src" / "cpu.cpp"), "-o", str(objects)]
+    subprocess.run([str(COMPILER), *flags[:2], *flags[3:], *cpu], check=True)
+    subprocess.run([str(COMPILER), *flags, *source, str(objects), "-o", str(fresh)], check=True)
+    objects.unlink()
+    os.replace(fresh, target)
 
 
 def imported_anew(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -24,7 +24,10 @@ SIZES = (1, 3, 16, 0, 33, 1000, 8192, 70001)
 HALF = (torch.bfloat16, torch.float16)
 BETAS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
 
-emulated_only = [pytest.mark.emulated, pytest.mark.usefixtures("emulated")]
+
+def emulated_only(test: Any) -> Any:
+    """Run a test by the kernels for GPUs alone, on an emulated one."""
+    return pytest.mark.emulated(pytest.mark.usefixtures("emulated")(test))
 
 
 def tensors(seed: int = 0, dtype: torch.dtype = torch.float32, sizes: Any = SIZES) -> list[Tensor]:
@@ -41,18 +44,23 @@ def assert_near(got: list[Tensor], wanted: list[Tensor], *, rtol: float = 1e-5, 
         torch.testing.assert_close(one, other.detach(), rtol=rtol, atol=atol)
 
 
-def adam(params: list[Tensor], grads: list[Tensor], **options: Any) -> list[list[Tensor]]:
+def stepped_by(optimizer: torch.optim.Optimizer, models: list[Tensor], grads: list[Tensor]) -> None:
+    """Step by gradients in fp32, by torch's functions."""
+    for model, grad in zip(models, grads, strict=True):
+        model.grad = grad.float()
+    with WithoutKernels():
+        optimizer.step()
+
+
+def adam(params: list[Tensor], grads: list[Tensor], *, kernel: str = "adam_", **options: Any) -> list[list[Tensor]]:
     states = [[torch.ones_like(one, dtype=torch.float32) for one in params] for _ in range(2)]
     given = {**BETAS, "weight_decay": 0.1, "step": 2, **options}
-    autoamp_kernels.adam_(params, grads, *states, **given)
+    getattr(autoamp_kernels, kernel)(params, grads, *states, **given)
     return states
 
 
 def lamb(params: list[Tensor], grads: list[Tensor], **options: Any) -> list[list[Tensor]]:
-    states = [[torch.ones_like(one, dtype=torch.float32) for one in params] for _ in range(2)]
-    given = {**BETAS, "weight_decay": 0.1, "step": 2, **options}
-    autoamp_kernels.lamb_(params, grads, *states, **given)
-    return states
+    return adam(params, grads, kernel="lamb_", **options)
 
 
 def sgd(params: list[Tensor], grads: list[Tensor], **options: Any) -> list[list[Tensor]]:
@@ -80,8 +88,7 @@ def step(request: pytest.FixtureRequest) -> Step:
 # -- what a step is --
 
 
-@pytest.mark.emulated
-@pytest.mark.usefixtures("emulated")
+@emulated_only
 @pytest.mark.parametrize("half_dtype", [None, *HALF])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_adam_is_torchs(decoupled: bool, half_dtype: torch.dtype | None) -> None:
@@ -92,9 +99,7 @@ def test_adam_is_torchs(decoupled: bool, half_dtype: torch.dtype | None) -> None
     halves = [torch.empty_like(param, dtype=half_dtype) for param in params] if half_dtype else None
     for number in range(1, 4):
         grads = tensors(number, half_dtype or torch.float32)
-        for model, grad in zip(models, grads, strict=True):
-            model.grad = grad.float()
-        reference.step()
+        stepped_by(reference, models, grads)
         autoamp_kernels.adam_(
             params, grads, firsts, seconds, **BETAS, step=number, weight_decay=0.1, decoupled=decoupled, halves=halves
         )
@@ -104,8 +109,7 @@ def test_adam_is_torchs(decoupled: bool, half_dtype: torch.dtype | None) -> None
         assert torch.equal(half, param.to(half_dtype))
 
 
-@pytest.mark.emulated
-@pytest.mark.usefixtures("emulated")
+@emulated_only
 @pytest.mark.parametrize("options", [{"bias_correction": False}, {"eps_inside_sqrt": True}], ids=str)
 def test_adam_options_of_apex(options: dict[str, Any]) -> None:
     params, grads = tensors(), tensors(1)
@@ -119,8 +123,7 @@ def test_adam_options_of_apex(options: dict[str, Any]) -> None:
     assert_near(params, [one.float() for one in wanted])
 
 
-@pytest.mark.emulated
-@pytest.mark.usefixtures("emulated")
+@emulated_only
 @pytest.mark.parametrize("options", [
     {"momentum": 0.0}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True},
 ], ids=str)  # fmt: skip
@@ -130,9 +133,7 @@ def test_sgd_is_torchs(options: dict[str, Any]) -> None:
     reference = torch.optim.SGD(models, lr=0.1, weight_decay=0.1, **options)
     for number in range(1, 4):
         grads = tensors(number, torch.bfloat16)
-        for model, grad in zip(models, grads, strict=True):
-            model.grad = grad.float()
-        reference.step()
+        stepped_by(reference, models, grads)
         autoamp_kernels.sgd_(
             params, [4 * grad for grad in grads], buffers if options["momentum"] else None, lr=0.1, weight_decay=0.1,
             first=number == 1, inv_scale=0.25, **options,
@@ -158,10 +159,7 @@ def test_lamb_is_that_of_autoamp(device: str, grad_dtype: torch.dtype, options: 
     halves = [value.half() for value in params]
     for number in range(1, 4):
         grads = tensors(number, grad_dtype)
-        for model, grad in zip(models, grads, strict=True):
-            model.grad = grad.float()
-        with WithoutKernels():
-            optimizer.step()
+        stepped_by(optimizer, models, grads)
         total = torch.cat([grad.float() for grad in grads]).norm()
         autoamp_kernels.lamb_(
             params, grads, firsts, seconds, **BETAS, **options, step=number, halves=halves, global_norm=total
@@ -299,8 +297,7 @@ def test_many_tensors_go_by_few_launches(emulated: Callable[[], list[list[int]]]
     assert len({float(param[0]) for param in params}) == 1
 
 
-@pytest.mark.emulated
-@pytest.mark.usefixtures("emulated")
+@emulated_only
 def test_a_failure_names_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMULATED_ERROR", "700")
     with pytest.raises(autoamp_kernels.KernelError, match="kernel sgd: the launch failed: an illegal memory access"):
