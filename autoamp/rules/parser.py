@@ -183,16 +183,15 @@ class ListSet:
             missing = f"the key 'schema' is missing; begin the file with 'schema = {SCHEMA}'"
             fail(source.at("schema"), unknown if "schema" in data else missing)
         self._seen: dict[str, CastRule] = {}
-        for key, policy in _ARRAYS:
-            if policy is not CastPolicy.NONE or not isinstance(data.get("none"), Mapping):
-                for item, target in enumerate(self._strings(data, key)):
-                    origin = source.at(key, item=item)
-                    self._add_rule(CastRule(target, policy, origin, reason=source.remark(origin)))
-        for rule in self._reasoned(data.get("none")):
-            self._add_rule(rule)
-        for target, remedy in self._entries(data, "banned"):
-            origin = source.at("banned", target)
-            self._add_rule(CastRule(target, CastPolicy.BANNED, origin, remedy, source.remark(origin)))
+        for rule in self._rules(data):
+            target, policy, origin = rule.target, rule.policy, rule.origin
+            if not all(part.isidentifier() for part in target.split(".")):
+                remedy = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
+                fail(origin, f"{target!r} under {policy.value} is not an op name; {remedy}")
+            if (first := self._seen.get(target)) is not None:
+                both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
+                fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of these entries")
+            self._seen[target] = rule
         for target, versions, origin in self._limits(data, "versions"):
             if not is_version_limit(versions):
                 fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
@@ -232,16 +231,26 @@ class ListSet:
                 self._fail_type(f"{key} {name!r}", remark, wrong, self.source.at(key, str(name)))
             yield name, value
 
-    def _reasoned(self, none: object) -> Iterator[CastRule]:
-        """Yield the rules of a `[none]` table, which has an array of names for each class of reason."""
-        if isinstance(none, Mapping):
-            for reason in none:
-                if not isinstance(reason, str) or not isinstance(none[reason], list | tuple):
-                    remark = "an array of names, with the reason as its key"
-                    self._fail_type(f"none {reason!r}", remark, none[reason], self.source.at("none", str(reason)))
-                for item, target in enumerate(self._strings(none, reason, above=("none",))):
-                    origin = self.source.at("none", reason, item=item)
-                    yield CastRule(target, CastPolicy.NONE, origin, reason=reason)
+    def _rules(self, data: Mapping[str, object]) -> Iterator[CastRule]:
+        """Yield the rules of the arrays, of a `[none]` table and of `[banned]`."""
+        at, remark = self.source.at, self.source.remark
+        for key, policy in _ARRAYS:
+            table = data.get(key)
+            if policy is not CastPolicy.NONE or not isinstance(table, Mapping):
+                for item, target in enumerate(self._strings(data, key)):
+                    origin = at(key, item=item)
+                    yield CastRule(target, policy, origin, reason=remark(origin))
+                continue
+            # It has an array of names for each class of reason.
+            for reason, names in table.items():
+                if not isinstance(reason, str) or not isinstance(names, list | tuple):
+                    wanted = "an array of names, with the reason as its key"
+                    self._fail_type(f"none {reason!r}", wanted, names, at("none", str(reason)))
+                for item, target in enumerate(self._strings(table, reason, above=("none",))):
+                    yield CastRule(target, policy, at("none", reason, item=item), reason=reason)
+        for target, remedy in self._entries(data, "banned"):
+            origin = at("banned", target)
+            yield CastRule(target, CastPolicy.BANNED, origin, remedy, remark(origin))
 
     def _limits(self, data: Mapping[str, object], key: str) -> Iterator[tuple[str, str, RuleSource]]:
         """Yield the entries of the table `[versions]` or `[devices]`, whose names have rules, and where they stand."""
@@ -253,16 +262,6 @@ class ListSet:
 
     def _fail_type(self, key: str, wanted: str, value: object, origin: RuleSource) -> NoReturn:
         fail(origin, f"{key} must be {wanted}; got {value!r} ({type(value).__name__})")
-
-    def _add_rule(self, rule: CastRule) -> None:
-        target, policy, origin = rule.target, rule.policy, rule.origin
-        if not all(part.isidentifier() for part in target.split(".")):
-            remark = "write a bare op name such as 'softmax', or a dotted name such as 'mypkg.losses.focal_loss'"
-            fail(origin, f"{target!r} under {policy.value} is not an op name; {remark}")
-        if (first := self._seen.get(target)) is not None:
-            both = f"{first.policy.value} ({first.origin}) and again under {policy.value} ({origin})"
-            fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of these entries")
-        self._seen[target] = rule
 
     def _module_rules(self, data: Mapping[str, object]) -> Iterator[ModuleRule]:
         """Yield the rules of the `[modules]` table."""
