@@ -244,17 +244,6 @@ def test_a_half_model_is_pickled_and_loaded_as_a_plain_one() -> None:
     assert vars(model).keys() == vars(two_layers()).keys()
 
 
-def test_a_compiled_half_model_computes_and_trains_like_the_model() -> None:
-    model, optimizer = with_sgd(two_layers())
-    inputs = torch.randn(5, 3)
-    compiled = torch.compile(model, backend="eager")
-    assert torch.equal(compiled(inputs), model(inputs))
-    assert compiled(inputs).dtype is torch.float32
-    train(optimizer, lambda: compiled(inputs).pow(2).mean(), 5)
-    assert {v.dtype for v in compiled.state_dict().values()} == {torch.float32}
-    torch._dynamo.reset()
-
-
 # -- inputs and outputs --
 
 

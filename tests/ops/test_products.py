@@ -42,17 +42,3 @@ def test_query_key_and_value_share_a_cast_of_their_input(half: torch.dtype) -> N
     (gradient,) = torch.autograd.grad(sum(output.float().sum() for output in outputs), [x])
     expected = sum(layer.weight.detach().to(half).float().sum(0) for layer in layers).expand(3, 4)
     torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_pinned_weights(half: torch.dtype, bias: bool) -> None:
-    handle = autoamp.current_handle()
-    assert handle is not None
-    layer, x = nn.Linear(4, 4, bias=bias), torch.randn(3, 4)
-    expected = layer(x).detach()
-    with handle.inference(layer):
-        with torch.no_grad():
-            for given in (x, x, x.to(half)):
-                assert torch.equal(layer(given), expected)
-            assert layer(x.double().float()[:, :, None].squeeze(2)).dtype is half
-        assert layer(x).requires_grad
