@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoamp.ops import known_ops
-from autoamp.ops.drift import check_lists, public_names
+from autoamp.ops.list_checks import check_lists, public_names
 from autoamp.rules import CastPolicy, CastTable, shipped_table
 
 

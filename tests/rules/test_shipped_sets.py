@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import autoamp
-from autoamp.ops.autocast_lists import autocast_policies
+from autoamp.ops.list_checks import autocast_policies
 from autoamp.rules import shipped_sets, shipped_table
 from tests.rules._shared import load, policies, shipped_data, shipped_file
 

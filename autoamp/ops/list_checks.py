@@ -1,11 +1,13 @@
-"""How the installed torch's own autocast treats each op: torch is asked, by calls on tensors without memory.
+"""Lists beside the installed torch: the names that it has, and how its own autocast treats each op.
 
-The lists of torch.autocast are in its C++ code, differ by device type, and change between releases. An op is called on
-fake tensors, which exist for each device type on any machine. What the op does after autocast has cast is not run.
+The lists of torch.autocast are in its C++ code, differ by device type, and change between releases. torch is asked: an
+op is called on fake tensors, which exist for each device type on any machine. What the op does after autocast has cast
+is not run.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +15,14 @@ from typing import Any
 
 import torch
 
-from autoamp.ops.targets import known_ops
-from autoamp.rules import CastPolicy, CastRule, CastTable
+from autoamp.errors import ListFileError
+from autoamp.ops.targets import known_ops, locate
+from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, shipped_sets, shipped_table
 from autoamp.tensors import iter_tensors
 from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations, schema_of
 
+# Python 3.14 adds these to a class with annotations.
+_OF_CLASSES = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "mps": "AutocastMPS", "xpu": "AutocastXPU"}
 _WIDTHS = {
     CastPolicy.FP16: 0, CastPolicy.NONE: 1, CastPolicy.PROMOTE: 2, CastPolicy.FP32: 3, CastPolicy.BANNED: 3
@@ -36,6 +41,56 @@ _HALF, _SINGLE = torch.bfloat16, torch.float32
 _VALUES: dict[str, Any] = {
     "int": 1, "float": 2.0, "number": 2.0, "bool": False, "str": "sum", "List[Optional[Tensor]]": [None]
 }  # fmt: skip
+
+
+def public_names() -> frozenset[str]:
+    """Return the names of torch's public functions and methods, operators included, without those of `object`."""
+    return frozenset(
+        name
+        for name in known_ops() - _OF_CLASSES
+        if not name.startswith("_")
+        or (
+            name.startswith("__")
+            and inspect.getattr_static(torch.Tensor, name) is not inspect.getattr_static(object, name, None)
+        )
+    )
+
+
+def check_lists() -> tuple[str, ...]:
+    """Compare the shipped list sets with the public names of the installed torch.
+
+    Project lists are not compared: an unknown name in one of those is an error when it is loaded.
+
+    Returns:
+        A line for each difference, with the name, the difference and a remedy. There are three kinds: public names of
+        torch that are not in the default set, rules on names that this torch lacks although their version limit admits
+        it, and rules whose version limit excludes this torch although it has the name.
+    """
+    version = torch.__version__
+    listed = {rule.target.rpartition(".")[2] for rule in shipped_table("default").rules}
+    lines = []
+    for name in sorted(public_names()):
+        out_of_place = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+        if listed.isdisjoint((name, out_of_place)):
+            lines.append(f"{name}: new in torch {version}; give it a policy, or a reason under [none]")
+    for rule in dict.fromkeys(rule for name in shipped_sets() for rule in shipped_table(name).rules):
+        admitted = admits_version(rule.versions, version)
+        if admitted and not _is_there(rule):
+            lines.append(
+                f"{rule.target}: not in torch {version} ({rule.origin}); limit it under [versions], or remove it"
+            )
+        elif not admitted and _is_there(rule):
+            lines.append(f"{rule.target}: in torch {version}, though limited to {rule.versions} ({rule.origin})")
+    return tuple(lines)
+
+
+def _is_there(rule: CastRule) -> bool:
+    if rule.bare:
+        return rule.target in known_ops()
+    try:
+        return locate(rule) is not None
+    except ListFileError:
+        return False
 
 
 @dataclass(frozen=True)
