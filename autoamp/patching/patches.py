@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -176,11 +177,9 @@ def _inherited(parent: Any, attribute: str) -> Any:
 def check_writable(parent: Any, attribute: str) -> None:
     """Raise PatchError where an attribute cannot be replaced: it is written with the value that it has already."""
     with writing:
-        patch = Patch.from_attribute(parent, attribute, None)
-        value = vars(parent).get(attribute, _ABSENT)
-        if value is _ABSENT:
-            value = _inherited(parent, attribute) if isinstance(parent, type) else getattr(parent, attribute)
-        patch = replace(patch, replacement=value)
+        # Of a class the descriptor; of an object what its attribute is, which another thread may call meanwhile.
+        find = inspect.getattr_static if isinstance(parent, type) else getattr
+        patch = Patch.from_attribute(parent, attribute, find(parent, attribute, None))
         patch.apply()
         if patch.previous is _ABSENT:
             patch.restore()

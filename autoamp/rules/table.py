@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 _LIMITS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
 
@@ -97,15 +95,6 @@ class ModuleRule:
     reason: str = ""
 
 
-_T = TypeVar("_T")
-
-
-def _later_wins(earlier: tuple[_T, ...], later: tuple[_T, ...], name: Callable[[_T], str]) -> tuple[_T, ...]:
-    """Return the items of both. If two have the same name, only the later one stays, in its place."""
-    renewed = {name(item) for item in later}
-    return (*(item for item in earlier if name(item) not in renewed), *later)
-
-
 @dataclass(frozen=True)
 class CastTable:
     """All rules, weakest first: if two rules cover one function, the later one applies.
@@ -124,10 +113,11 @@ class CastTable:
 
     def overlaid(self, other: CastTable) -> CastTable:
         """Return this table with `other` laid over it: a target of both has the rule, and the place, of `other`."""
+        targets, patterns = {rule.target for rule in other.rules}, {rule.pattern for rule in other.modules}
         return CastTable(
-            _later_wins(self.rules, other.rules, lambda rule: rule.target),
-            _later_wins(self.modules, other.modules, lambda rule: rule.pattern),
-            _later_wins(self.sources, other.sources, str),
+            (*(rule for rule in self.rules if rule.target not in targets), *other.rules),
+            (*(rule for rule in self.modules if rule.pattern not in patterns), *other.modules),
+            (*(name for name in self.sources if name not in other.sources), *other.sources),
         )
 
     def on(self, device_type: str) -> CastTable:
