@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 import sys
 import weakref
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class Override:
         """Restore the precision of every module. Overrides may be undone in any order, and more than once."""
         while self._given:
             self._tags.take(self._given.pop())
+
+    def modules(self) -> Iterator[Module]:
+        """Iterate over the modules that still exist."""
+        return (module for tag in self._given if (module := self._tags.holder(tag)) is not None)
 
     def __enter__(self) -> Override:
         return self

@@ -70,13 +70,18 @@ class ModuleTags(Generic[T]):
                 return tag
         return None
 
+    def holder(self, tag: str) -> Module | None:
+        """Return the module that a tag was given to; None where it is gone, or the tag means nothing any more."""
+        found = self._holders.get(tag)
+        return None if found is None else found()
+
     def take(self, tag: str) -> None:
         """Let a tag mean nothing any more, and the module that it was given to, if it is still there, not carry it."""
-        self.values.pop(tag, None)
-        holder = self._holders.pop(tag, None)
-        module = None if holder is None else holder()
+        module = self.holder(tag)
         if module is not None:
             self.remove(tag, module)
+        self.values.pop(tag, None)
+        self._holders.pop(tag, None)
 
     def take_all(self, modules: Container[Module] | None = None) -> None:
         """Take the tags that these modules were given, by default those of all."""
