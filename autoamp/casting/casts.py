@@ -22,8 +22,8 @@ from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
 CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 """The dtypes of the tensors that are cast."""
-_TENSORS = frozenset({Tensor, Parameter})
 
+_TENSORS = frozenset({Tensor, Parameter})
 
 CastArgs = Callable[..., Sequence[Any]]
 """Casts a sequence of arguments, however nested, into a new one; returns the same object where nothing is cast.

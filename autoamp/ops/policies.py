@@ -248,7 +248,12 @@ def _contracts(args: tuple[Any, ...]) -> bool:
         indices, tensors, result = args[1::2], args[: len(args) & ~1 : 2], args[-1] if len(args) % 2 else None
     given = indices if result is None else (*indices, result)
     are_tensors = len(tensors) == len(indices) and all(isinstance(one, Tensor) for one in tensors)
-    if not are_tensors or not all(map(_is_plain, given)):
+    are_plain = all(
+        isinstance(one, str)
+        or (isinstance(one, (list, tuple)) and all(type(index) in (int, type(...)) for index in one))
+        for one in given
+    )
+    if not are_tensors or not are_plain:
         return True  # torch raises an error
     several: list[Any] = []
     seen: list[Any] = []
@@ -260,12 +265,6 @@ def _contracts(args: tuple[Any, ...]) -> bool:
     # A result that is not given has all of an ellipsis, and the indices that come once.
     kept = (".", ...) if result is None else result
     return any(index not in kept for index in several)
-
-
-def _is_plain(indices: Any) -> bool:
-    if isinstance(indices, str):
-        return True
-    return isinstance(indices, (list, tuple)) and all(type(index) in (int, type(...)) for index in indices)
 
 
 def _precache_weights(casts: CastState) -> SpecialCase:

@@ -68,7 +68,13 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
 
 
 def _redone(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
-    """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32."""
+    """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32.
+
+    Args:
+        original: The function.
+        casts: The casts of the handle.
+        names: The module and the name there, by which the replacement is pickled.
+    """
     half = casts.dtype
 
     def redone(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +92,13 @@ def _redone(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
 
 
 def _writing(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
-    """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it."""
+    """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it.
+
+    Args:
+        original: The method.
+        casts: The casts of the handle.
+        names: As for `_redone`.
+    """
     half, most = casts.dtype, torch.finfo(casts.dtype).max
     # An index is no value.
     first = 1 if original.__name__ == "__setitem__" else 0
