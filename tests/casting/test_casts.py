@@ -1,4 +1,4 @@
-"""The casts of one handle: what is cast, and to what; when they are on, in which thread, and beside autocast regions."""
+"""The casts of one handle: what is cast, and to what; when casts are on, in which thread, and within autocast."""
 
 from __future__ import annotations
 
