@@ -448,14 +448,8 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return {"state": {0: state}, "param_groups": [{"params": [0, 1, 2, 3], "lr": 9.0}]}
 
 
-BROKEN = {
-    "loss_scaler": None,
-    "dynamic_loss_scale": None,
-    "optimizer_state_dict": None,
-    "fp32_from_fp16": None,
-}
 FOREIGN: list[tuple[str, Any]] = [
-    *BROKEN.items(),
+    *((key, None) for key in ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16")),
     ("loss_scaler", {"loss_scale": 2.0}),
     ("loss_scaler", 3),
     ("dynamic_loss_scale", False),

@@ -404,23 +404,21 @@ def test_zero_grad_follows_the_constructor(set_grad_none: bool) -> None:
     assert param.grad is None
 
 
-def test_bad_input() -> None:
-    params = [torch.nn.Parameter(torch.ones(2))]
-    with pytest.raises(RuntimeError, match="amsgrad"):
-        FusedAdam(params, amsgrad=True)
-    with pytest.raises(UsageError, match="amsgrad"):
-        FusedLAMB(params, amsgrad=True)
-    with pytest.raises(UsageError, match="amsgrad"):
-        FusedNovoGrad(params, amsgrad=True)
-    with pytest.raises(UsageError, match="norm_type=1"):
-        FusedNovoGrad(params, norm_type=1)
-    with pytest.raises(UsageError, match="nesterov"):
-        FusedSGD(params, lr=0.1, nesterov=True)
-    with pytest.raises(UsageError, match="lr=-1"):
-        FusedSGD(params, lr=-1.0)
-    params[0].grad = torch.ones(2).to_sparse()
+@pytest.mark.parametrize(("kind", "options", "told"), [
+    (FusedAdam, {"amsgrad": True}, "amsgrad"), (FusedLAMB, {"amsgrad": True}, "amsgrad"),
+    (FusedNovoGrad, {"amsgrad": True}, "amsgrad"), (FusedNovoGrad, {"norm_type": 1}, "norm_type=1"),
+    (FusedSGD, {"lr": 0.1, "nesterov": True}, "nesterov"), (FusedSGD, {"lr": -1.0}, "lr=-1"),
+])  # fmt: skip
+def test_options_that_are_refused(kind: Any, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        kind([torch.nn.Parameter(torch.ones(2))], **options)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2).to_sparse()
     with pytest.raises(UsageError, match="sparse"):
-        FusedAdam(params).step()
+        FusedAdam([param]).step()
 
 
 def test_sgd_takes_its_learning_rate_from_the_groups() -> None:

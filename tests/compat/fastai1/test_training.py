@@ -98,10 +98,6 @@ Learner.to_fp16 = to_fp16
 Learner.to_fp32 = to_fp32
 """,
     "basics": "from fastai.basic_train import loss_batch\nfrom fastai.train import to_fp16\n",
-    "callbacks/__init__": "",
-    "callbacks/fp16": "class MixedPrecision:\n    pass\n",
-    "vision/__init__": "",
-    "vision/transform": "def _solve_func(right, matrix):\n    raise RuntimeError('torch.solve is gone')\n",
 }
 
 
@@ -385,15 +381,6 @@ def test_an_exception_leaves_the_loss_as_it_was(package: Path) -> None:
     assert "backward" not in vars(loss)
 
 
-def test_fastais_own_mixed_precision_is_refused(package: Path) -> None:
-    active()
-    training = Training()
-    handler = load("callback").CallbackHandler(callbacks=[load("callbacks.fp16").MixedPrecision()])
-    with pytest.raises(autoamp.UsageError, match="to_fp16"):
-        training.batch(cb_handler=handler)
-    assert training.gradients == []
-
-
 def learner() -> Any:
     load("train")
     return load().Learner(nn.Linear(4, 2))
@@ -540,18 +527,6 @@ class Fraction:
         self.value = value
 
 
-def test_gradients_are_kept_as_zeros(package: Path) -> None:
-    training = Training()
-    original = vars(load("callback").OptimWrapper)["zero_grad"]
-    fastai1.enable()
-    training.batch()
-    training.opt.zero_grad()
-    assert training.model.weight.grad is not None
-    assert not training.model.weight.grad.any()
-    fastai1.disable()
-    assert vars(load("callback").OptimWrapper)["zero_grad"] is original
-
-
 def test_an_optimizer_without_that_choice_clears_as_it_does(package: Path) -> None:
     class Clearing:
         cleared = 0
@@ -563,16 +538,6 @@ def test_an_optimizer_without_that_choice_clears_as_it_does(package: Path) -> No
     clearing = Clearing()
     load("callback").OptimWrapper(clearing).zero_grad()
     assert clearing.cleared == 1
-
-
-def test_the_warp_is_solved(package: Path) -> None:
-    fastai1.enable()
-    matrix, solution = torch.tensor([[2.0, 1.0], [0.0, 4.0]]), torch.tensor([[1.0], [3.0]])
-    solved = load("vision.transform")._solve_func(matrix @ solution, matrix)
-    assert torch.allclose(solved[0][:, 0], solution[:, 0])
-    fastai1.disable()
-    with pytest.raises(RuntimeError, match="gone"):
-        load("vision.transform")._solve_func(matrix, matrix)
 
 
 TORCHVISION = """
