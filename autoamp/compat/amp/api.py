@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from autoamp import levels, runtime
-from autoamp.compat.alias import options
+from autoamp.compat.alias import Options, options
 from autoamp.compat.amp.listed import changed_lists
-from autoamp.compat.amp.properties import Properties, as_flag, as_number, as_scale, as_type, opt_levels
+from autoamp.compat.amp.properties import as_flag, as_number, as_scale, as_type, opt_levels
 from autoamp.compat.amp.state import AmpHandle, AmpStash, NoOpHandle, amp_state
 from autoamp.errors import CheckpointError, UsageError, warn_user
 from autoamp.parallel import DistributedDataParallel
-from autoamp.scaling import DynamicLossScaler
 
 __all__ = ["init", "initialize", "load_state_dict", "state_dict"]
 
@@ -65,32 +64,31 @@ def initialize(
     chosen = options()
     level: Any = chosen.opt_level if opt_level is None or isinstance(opt_level, _Unnamed) else opt_level
     on = _enabled(enabled, level)
-    overrides = {
-        "cast_model_type": as_type(cast_model_type),
-        "patch_torch_functions": as_flag("patch_torch_functions", patch_torch_functions),
-        "keep_batchnorm_fp32": as_flag("keep_batchnorm_fp32", keep_batchnorm_fp32),
-        "master_weights": as_flag("master_weights", master_weights),
-        "loss_scale": chosen.loss_scale if loss_scale is None else as_scale(loss_scale),
-    }
-    loudness = int(as_number("verbosity", verbosity) or 0)
+    scale: Any = chosen.loss_scale if loss_scale is None else as_scale(loss_scale)
+    losses, loudness = as_number("num_losses", num_losses), int(as_number("verbosity", verbosity) or 0)
     lowest, highest = as_number("min_loss_scale", min_loss_scale), as_number("max_loss_scale", max_loss_scale)
     with warnings.catch_warnings():
         if amp_state.allow_incoming_model_not_fp32:
             warnings.filterwarnings("ignore", message=".*its fp32 values are lost")
         result = levels.initialize(
-            models, optimizers, on, level, **overrides, cast_model_outputs=cast_model_outputs,
-            num_losses=as_number("num_losses", num_losses), verbosity=loudness, min_loss_scale=lowest,
-            max_loss_scale=highest, dtype=chosen.dtype, device_type=chosen.device_type,
-            lists=[*chosen.lists, *changed_lists()], trace_overflow=chosen.trace_overflow,
-            on_nonfinite=chosen.on_nonfinite,
+            models, optimizers, on, level, as_type(cast_model_type),
+            as_flag("patch_torch_functions", patch_torch_functions),
+            as_flag("keep_batchnorm_fp32", keep_batchnorm_fp32), as_flag("master_weights", master_weights),
+            scale, cast_model_outputs, losses, loudness, lowest, highest, **_of_alias(chosen),
         )  # fmt: skip
     amp_state.verbosity, amp_state.min_loss_scale, amp_state.max_loss_scale = loudness, lowest, highest
     if on:
-        amp_state.put(_properties(level, overrides), int(as_number("num_losses", num_losses) or 1))
+        amp_state.num_losses = losses
         for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
             if optimizer is not None:
                 AmpStash(optimizer).attach(optimizer)
     return result
+
+
+def _of_alias(chosen: Options) -> dict[str, Any]:
+    """Return what `autoamp.init` and `autoamp.initialize` take from `install_as_apex`, with the program's own lists."""
+    names = ("dtype", "device_type", "trace_overflow", "on_nonfinite")
+    return {"lists": [*chosen.lists, *changed_lists()], **{name: getattr(chosen, name) for name in names}}
 
 
 def _enabled(enabled: Any, level: str) -> bool:
@@ -103,19 +101,6 @@ def _enabled(enabled: Any, level: str) -> bool:
             )
         return True
     return bool(as_flag("enabled", enabled))
-
-
-def _properties(level: str, overrides: Mapping[str, Any]) -> Properties:
-    """Return the level's properties with what the call overrides, and the loss scale that the handle came to."""
-    properties = opt_levels[level](Properties())
-    for name, value in overrides.items():
-        if value is not None:
-            setattr(properties, name, value)
-    ours = runtime.current_runtime()
-    if ours is not None:
-        scaler = ours.optimizers.loss_scalers.latest[0]
-        properties.loss_scale = "dynamic" if isinstance(scaler, DynamicLossScaler) else scaler.loss_scale
-    return properties
 
 
 def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
@@ -163,11 +148,6 @@ def init(
     The half dtype, the device type and the lists are those that `install_as_apex` was given. ``enabled`` and
     ``loss_scale`` may be strings.
     """
-    chosen = options()
     on = as_flag("enabled", enabled)
-    handle = runtime.init(
-        bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned,
-        dtype=chosen.dtype, device_type=chosen.device_type, lists=[*chosen.lists, *changed_lists()],
-        trace_overflow=chosen.trace_overflow, on_nonfinite=chosen.on_nonfinite,
-    )  # fmt: skip
+    handle = runtime.init(bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned, **_of_alias(options()))
     return AmpHandle(handle, verbose) if on else NoOpHandle()

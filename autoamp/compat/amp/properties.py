@@ -13,7 +13,9 @@ from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["O0", "O1", "O2", "O3", "Properties", "as_flag", "as_number", "as_scale", "as_type", "opt_levels"]
+__all__ = [
+    "O0", "O1", "O2", "O3", "Properties", "as_flag", "as_number", "as_scale", "as_type", "filled", "opt_levels",
+]  # fmt: skip
 
 _FLAGS = {
     None: None, True: True, False: False, "True": True, "False": False, "None": None, "": None,
@@ -96,21 +98,25 @@ class Properties:
         return f"Properties({self.options})"
 
 
+def filled(properties: Properties, level: Any, half: torch.dtype) -> Properties:
+    """Write what a level stands for, in a half dtype, into properties, and return these."""
+    kind = half if level.cast_model_type == "half" else level.cast_model_type
+    properties.enabled = True
+    properties.opt_level = level.name
+    properties.cast_model_type = kind
+    properties.patch_torch_functions = level.patch_torch_functions
+    properties.keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if kind in HALF_DTYPES else None
+    properties.master_weights = None if level.name == "O1" else level.master_weights
+    properties.loss_scale = "dynamic" if level.loss_scale is None else level.loss_scale
+    return properties
+
+
 class _Level:
     """An opt level that fills in properties: ``opt_levels["O2"](Properties())``. Its class has its name."""
 
     def __call__(self, properties: Properties) -> Properties:
         """Write what this level stands for, in the half dtype of the alias, into ``properties``; returned too."""
-        level = LEVELS[type(self).__name__]
-        kind = options().dtype if level.cast_model_type == "half" else level.cast_model_type
-        properties.enabled = True
-        properties.opt_level = level.name
-        properties.cast_model_type = kind
-        properties.patch_torch_functions = level.patch_torch_functions
-        properties.keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if kind in HALF_DTYPES else None
-        properties.master_weights = None if level.name == "O1" else level.master_weights
-        properties.loss_scale = "dynamic" if level.loss_scale is None else level.loss_scale
-        return properties
+        return filled(properties, LEVELS[type(self).__name__], options().dtype)
 
 
 class O0(_Level):

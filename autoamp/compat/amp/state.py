@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from autoamp import runtime
-from autoamp.compat.amp.properties import Properties
+from autoamp.compat.amp.properties import Properties, filled
 from autoamp.compat.early.groups import GroupsOfMasters
 from autoamp.compat.early.scalers import set_scale
 from autoamp.errors import UsageError
-from autoamp.runtime import BaseHandle, current_handle, current_runtime
+from autoamp.runtime import current_handle, current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler
 from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, read_checks, scaled_block
 
@@ -142,6 +142,7 @@ class AmpState:
         verbosity: As given to ``amp.initialize``; what programs write here is read back, and has no effect.
         hard_override, allow_incoming_model_not_fp32: The same.
         min_loss_scale, max_loss_scale: The bounds as given to ``amp.initialize``.
+        num_losses: The number of losses of the last ``amp.initialize``, which may share more scalers with earlier ones.
     """
 
     def __init__(self) -> None:
@@ -150,25 +151,18 @@ class AmpState:
         self.allow_incoming_model_not_fp32 = False
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
+        self.num_losses: int | None = None
         self._views: list[ScalerView] = []
-        self._handle: weakref.ref[BaseHandle] | None = None
-        self._properties, self._num_losses = Properties(), 1
-
-    def put(self, properties: Properties, num_losses: int) -> None:
-        """Take the properties of the handle that ``initialize`` has just set up, and the number of its losses."""
-        handle = current_handle()
-        self._handle = None if handle is None else weakref.ref(handle)
-        self._properties, self._num_losses = properties, num_losses
-
-    def _is_current(self) -> bool:
-        """Whether the active handle is that of the last `put`."""
-        handle = current_handle()
-        return handle is not None and self._handle is not None and self._handle() is handle
 
     @property
     def opt_properties(self) -> Properties:
         """What ``initialize`` came to. ``enabled`` is False before it, and after ``initialize(enabled=False)``."""
-        return self._properties if self._is_current() else Properties()
+        setup, scalers = _latest_setup(), self.loss_scalers
+        if setup is None:
+            return Properties()
+        properties = filled(Properties(), setup.level, setup.settings.dtype)
+        properties.loss_scale = "dynamic" if scalers[0].dynamic else scalers[0].loss_scale()
+        return properties
 
     @property
     def handle(self) -> AmpHandle | None:
@@ -180,11 +174,17 @@ class AmpState:
         """A view of each scaler of the last ``initialize``, the same as long as the scaler is; empty before it."""
         runtime = current_runtime()
         scalers = runtime.optimizers.loss_scalers.latest if runtime is not None else []
-        if self._is_current():
-            scalers = scalers[: self._num_losses]
+        if _latest_setup() is not None:
+            scalers = scalers[: self.num_losses]
         known = {id(view._scaler): view for view in self._views}
         self._views = [known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers]
         return self._views
+
+
+def _latest_setup() -> Any:
+    """Return what the last call of `autoamp.initialize` asked for; None without one."""
+    runtime = current_runtime()
+    return next(reversed([] if runtime is None else list(runtime.setups.values())), None)
 
 
 amp_state = AmpState()
