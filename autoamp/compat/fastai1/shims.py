@@ -21,26 +21,34 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate
 
-__all__ = ["disable", "enable", "replace"]
+__all__ = ["ModulePatches", "disable", "enable", "replace"]
 
 log = logging.getLogger(__name__)
 
 _OPERATORS = ("nms", "qnms")
 
 
-class _Shims:
-    """The patches of fastai's modules, and the import finder. A process has one of these."""
+Shim = Callable[[PatchSet, Any], None]
 
-    def __init__(self) -> None:
+
+class ModulePatches:
+    """Patches of modules: in those that are imported, and in the others once they are.
+
+    Args:
+        shims: By the name of a module what patches it.
+    """
+
+    def __init__(self, shims: dict[str, Shim]) -> None:
+        self._shims = shims
         self._patches = PatchSet()
-        self._finder: _Finder | None = None
+        self._enabled = False
 
     def enable(self) -> None:
-        if self._finder is not None:
+        """Put the patches in place. A second call does nothing."""
+        if self._enabled:
             return
-        self._finder = _Finder()
-        sys.meta_path.insert(0, self._finder)
-        for name, shim in _SHIMS.items():
+        self._enabled = True
+        for name, shim in self._shims.items():
             apply = functools.partial(self._apply, shim)
             module = sys.modules.get(name)
             if module is None:
@@ -49,17 +57,13 @@ class _Shims:
                 apply(module)
 
     def disable(self) -> None:
-        if self._finder is not None:
-            sys.meta_path.remove(self._finder)
-            self._finder = None
+        """Take the patches back."""
+        self._enabled = False
         self._patches.restore()
 
-    def _apply(self, shim: _Shim, module: types.ModuleType) -> None:
+    def _apply(self, shim: Shim, module: types.ModuleType) -> None:
         with self._patches.all_or_nothing():
             shim(self._patches, module)
-
-
-_Shim = Callable[[PatchSet, Any], None]
 
 
 def replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -216,7 +220,7 @@ def _around_spacy(patches: PatchSet, module: Any) -> None:
     replace(patches, module.SpacyTokenizer, "__init__", lambda _: init)
 
 
-_SHIMS: dict[str, _Shim] = {
+_shims = ModulePatches({
     "fastai.basic_data": _load_whole_pickles,
     "fastai.basic_train": _load_whole_pickles,
     "fastai.data_block": _data_block,
@@ -226,7 +230,7 @@ _SHIMS: dict[str, _Shim] = {
     "fastai.tabular.transform": _around_pandas,
     "fastai.callback": _keep_zero_gradients,
     "fastai.vision.transform": _solve_by_linalg,
-}
+})  # fmt: skip
 
 
 # -- imports --
@@ -316,9 +320,6 @@ def _refuse_to_tokenize(lang: str) -> Any:
 _LOADERS: dict[str, type[_Loader]] = {"torchvision": _SecondTry, "fastai.text.transform": _WithoutSpacy}
 
 
-_shims = _Shims()
-
-
 def enable() -> None:
     """Let fastai 1.0.61 run on today's torch, numpy, pandas and torchvision. `disable` undoes it.
 
@@ -336,9 +337,12 @@ def enable() -> None:
     - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that its
       import looks for are declared. `disable` leaves them declared, since an imported torchvision needs them.
     """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
     _shims.enable()
 
 
 def disable() -> None:
     """Undo `enable`: every patched attribute is again the object it was."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     _shims.disable()

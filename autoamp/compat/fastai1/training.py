@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from autoamp.auto_scaling import reached_by
-from autoamp.compat.fastai1 import shims
+from autoamp.compat.fastai1.shims import ModulePatches, replace
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, original_of
@@ -31,73 +31,43 @@ __all__ = ["watch"]
 
 log = logging.getLogger(__name__)
 
-_TRAINING = "fastai.basic_train"
-_TO_FP16 = "fastai.train"
 _PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
 
 
 def watch() -> None:
     """Let fastai's training loop follow the active handle, once fastai is imported. ``import autoamp`` calls this."""
-    _training.watch()
+    if current_handle() is not None:
+        _training.enable()
 
 
-class _Training:
-    """Owns the patches of fastai's training loop, which are in place while a handle is active.
-
-    Patched are ``basic_train.loss_batch``, ``CallbackHandler.on_backward_begin`` and ``OptimWrapper.step``, and of
-    ``fastai.train`` ``to_fp16``.
-    """
-
-    def __init__(self) -> None:
-        self._waiting = PatchSet()
-        self._patches = PatchSet()
-        self._of_to_fp16 = PatchSet()
-        activated.append(lambda _: self._patch())
-        suspended.append(self._restore)
-
-    def watch(self) -> None:
-        """Patch fastai, now or once it is imported, if a handle is active then."""
-        self._patch_if_active()
-        for name in (_TRAINING, _TO_FP16):
-            self._waiting.when_imported(name, lambda _: self._patch_if_active())
-
-    def _patch_if_active(self) -> None:
-        if current_handle() is not None:
-            self._patch()
-
-    def _restore(self) -> None:
-        self._patches.restore()
-        self._of_to_fp16.restore()
-
-    def _patch(self) -> None:
-        self._patch_to_fp16()
-        module: Any = sys.modules.get(_TRAINING)
-        if module is None or len(self._patches):
-            return
-        if not all(hasattr(module, name) for name in _PATCHED):
-            log.warning("%s lacks some of %s: its losses are not scaled", _TRAINING, ", ".join(_PATCHED))
-            return
-        with self._patches.all_or_nothing():
-            around_loss_batch = functools.partial(_around_loss_batch, module.OptimWrapper)
-            shims.replace(self._patches, module, "loss_batch", around_loss_batch)
-            shims.replace(self._patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
-            shims.replace(self._patches, module.OptimWrapper, "step", _around_step)
-            # `from fastai.basic_train import *` has given it to other modules.
-            taken = original_of(module.loss_batch)
-            self._patches.rebind({id(taken): (taken, module.loss_batch)}, lambda name: name == _TRAINING)
-
-    def _patch_to_fp16(self) -> None:
-        module: Any = sys.modules.get(_TO_FP16)
-        if len(self._of_to_fp16) or not hasattr(module, "to_fp16") or not hasattr(module, "Learner"):
-            return
-        with self._of_to_fp16.all_or_nothing():
-            shims.replace(self._of_to_fp16, module, "to_fp16", functools.partial(_around_to_fp16, module))
-            taken = original_of(module.to_fp16)
-            self._of_to_fp16.replace(module.Learner, "to_fp16", module.to_fp16)
-            self._of_to_fp16.rebind({id(taken): (taken, module.to_fp16)}, lambda name: name == _TO_FP16)
+def _follow_training(patches: PatchSet, module: Any) -> None:
+    if not all(hasattr(module, name) for name in _PATCHED):
+        log.warning("%s lacks some of %s: its losses are not scaled", module.__name__, ", ".join(_PATCHED))
+        return
+    replace(patches, module, "loss_batch", functools.partial(_around_loss_batch, module.OptimWrapper))
+    replace(patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
+    replace(patches, module.OptimWrapper, "step", _around_step)
+    _rebind(patches, module, "loss_batch")
 
 
-_training = _Training()
+def _follow_to_fp16(patches: PatchSet, module: Any) -> None:
+    if hasattr(module, "to_fp16") and hasattr(module, "Learner"):
+        replace(patches, module, "to_fp16", functools.partial(_around_to_fp16, module))
+        patches.replace(module.Learner, "to_fp16", module.to_fp16)
+        _rebind(patches, module, "to_fp16")
+
+
+def _rebind(patches: PatchSet, module: Any, name: str) -> None:
+    """Patch a function also in the modules that have taken it, as by `from fastai.basic_train import *`."""
+    replacement = getattr(module, name)
+    taken = original_of(replacement)
+    patches.rebind({id(taken): (taken, replacement)}, lambda other: other == module.__name__)
+
+
+# In place while a handle is active.
+_training = ModulePatches({"fastai.basic_train": _follow_training, "fastai.train": _follow_to_fp16})
+activated.append(lambda _: _training.enable())
+suspended.append(_training.disable)
 
 
 class _Batch:
