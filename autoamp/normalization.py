@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 from autoamp import kernels
 from autoamp.errors import UsageError
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_transformed, tracing_state
 
 __all__ = [
@@ -351,19 +352,17 @@ def _backward_kernel(input: Tensor, weight: Tensor | None) -> Any:
     if torch.compiler.is_compiling() or input.numel() < _LEAST or not torch.is_grad_enabled():
         return None
     given = [input] if weight is None else [input, weight]
-    if input.dtype not in _HALF or not any(tensor.requires_grad for tensor in given) or not all(map(_is_plain, given)):
+    is_wanted = any(tensor.requires_grad for tensor in given)
+    if not is_wanted or input.dtype not in HALF_DTYPES or not all(map(_is_plain, given)):
         return None
     return None if tracing_state() is not None else kernels.find("rms_norm_backward", "cpu")
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether nothing but the kernel's own kind of backward is asked of a tensor."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.dtype in (torch.float32, *_HALF)
+        and tensor.dtype in (torch.float32, *HALF_DTYPES)
         and tensor.device.type == "cpu"
         and not is_transformed(tensor)
         and forward_ad.unpack_dual(tensor).tangent is None

@@ -98,11 +98,10 @@ class Reducer:
         """
         if not self._grouped:
             _check_no_later_group("Reducer")
-        elif self.module is None:
-            flat_dist_call(self.grads, dist.all_reduce)
-        else:
-            present = [param.grad for param in self.module.parameters() if param.grad is not None]
-            flat_dist_call(present, dist.all_reduce)
+            return
+        params = () if self.module is None else self.module.parameters()
+        present = [param.grad for param in params if param.grad is not None]
+        flat_dist_call([*self.grads, *present], dist.all_reduce)
 
 
 class DistributedDataParallel(Module):

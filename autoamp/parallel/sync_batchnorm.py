@@ -156,7 +156,10 @@ def _around_channels(input: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _of_all(input: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:
-    """Return the mean and the biased variance of each channel, over all processes, and the count of values."""
+    """Return the mean and the biased variance of each channel, over all processes, and the count of values.
+
+    Those of several batches are put together by Chan, Golub and LeVeque 1979 (STAN-CS-79-773).
+    """
     dims, shape = _around_channels(input)
     own_count = input.numel() // input.shape[1]
     wide = input if input.dtype is torch.float64 else input.float()
@@ -166,23 +169,14 @@ def _of_all(input: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:
     packed = torch.cat([*own, own[0].new_tensor([float(own_count)])])
     gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, packed, group=group)
-    return _merged(torch.stack(gathered))
-
-
-def _merged(parts: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return mean, biased variance and count of several batches, by Chan, Golub and LeVeque 1979 (STAN-CS-79-773).
-
-    Args:
-        parts: Shape ``(batches, 2 * C + 1)``: means, biased variances and the count of each.
-    """
-    channels, dtype = parts.shape[1] // 2, parts.dtype
     # Of an empty batch there is nothing to read; in fp64, since there are but few numbers.
+    parts = torch.stack(gathered)
     parts = parts[parts[:, -1] > 0].double()
-    means, variances, counts = parts[:, :channels], parts[:, channels:-1], parts[:, -1:]
+    means, variances, counts = parts.split([len(mean), len(mean), 1], 1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count
     variance = ((variances + (means - mean).square()) * counts).sum(0) / count
-    return mean.to(dtype), variance.to(dtype), float(count)
+    return mean.to(packed.dtype), variance.to(packed.dtype), float(count)
 
 
 def convert_syncbn_model(module: Module, process_group: Any = None, channel_last: bool = False) -> Module:

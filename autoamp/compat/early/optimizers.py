@@ -16,7 +16,7 @@ from torch import Tensor
 from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.checkpoints import converted_state
 from autoamp.compat.early.groups import GroupsOfMasters
-from autoamp.compat.early.scalers import PokedDynamicScaler, PokedStaticScaler
+from autoamp.compat.early.scalers import CurScale, PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, widened
 
@@ -183,7 +183,7 @@ class ContribFusedAdam(FusedAdam):
         )  # fmt: skip
 
 
-class FP16_Optimizer(GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
+class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
     """`autoamp.FP16_Optimizer` with the attributes that programs of early 2019 read and write.
 
     The arguments are those of `autoamp.FP16_Optimizer`. ``cur_scale`` is there twice: on ``loss_scaler``, as in
@@ -192,18 +192,9 @@ class FP16_Optimizer(GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
 
     _static_scaler, _dynamic_scaler = PokedStaticScaler, PokedDynamicScaler
 
-    @property
-    def cur_scale(self) -> float:
-        """The loss scale; it may be written."""
-        return self.loss_scaler.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, scale: float) -> None:
-        scaler: Any = self.loss_scaler
-        scaler.cur_scale = scale
-
-    # The name that it had in `apex.fp16_utils`.
-    loss_scale = cur_scale
+    _scaler = fp16_utils.FP16_Optimizer.loss_scaler
+    # Its name in `apex.fp16_utils`.
+    loss_scale = CurScale.cur_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:

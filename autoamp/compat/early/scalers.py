@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 
 from autoamp import fp16_utils, scaling
 
-__all__ = ["DynamicLossScaler", "LossScaler", "PokedDynamicScaler", "PokedStaticScaler", "set_scale"]
+__all__ = ["CurScale", "DynamicLossScaler", "LossScaler", "PokedDynamicScaler", "PokedStaticScaler", "set_scale"]
 
 
 def set_scale(scaler: scaling.LossScaler, scale: float) -> None:
@@ -25,42 +25,36 @@ def set_scale(scaler: scaling.LossScaler, scale: float) -> None:
     scaler.load_state_dict({"loss_scale": scale, "unskipped": scaler.unskipped})
 
 
-class _CurScale:
-    """A scaler whose scale is read and written as ``cur_scale`` too."""
-
-    loss_scale: Any
+class CurScale:
+    """A scaler, or what has one as ``_scaler``, whose scale is read and written as ``cur_scale`` too."""
 
     @property
     def cur_scale(self) -> float:
         """The scale for the next loss; it may be written."""
-        return float(self.loss_scale)
+        return float(_scaler_of(self).loss_scale)
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        # The scalers of `fp16_utils` hold the one that has the scale.
-        scaler: Any = self
-        set_scale(getattr(self, "_scaler", scaler), scale)
+        set_scale(_scaler_of(self), scale)
 
 
-class PokedStaticScaler(_CurScale, scaling.StaticLossScaler):
+def _scaler_of(owner: Any) -> scaling.LossScaler:
+    found: scaling.LossScaler = getattr(owner, "_scaler", owner)
+    return found
+
+
+class PokedStaticScaler(CurScale, scaling.StaticLossScaler):
     """`autoamp.StaticLossScaler` with ``cur_scale``."""
 
 
-class PokedDynamicScaler(_CurScale, scaling.DynamicLossScaler):
+class PokedDynamicScaler(CurScale, scaling.DynamicLossScaler):
     """`autoamp.DynamicLossScaler` with ``cur_scale``, ``scale_factor`` and ``scale_window``."""
 
-    @property
-    def scale_factor(self) -> float:
-        """The factor by which the scale grows."""
-        return self.growth_factor
-
-    @property
-    def scale_window(self) -> int:
-        """How many steps without an overflow there are before the scale grows."""
-        return self.growth_interval
+    scale_factor = property(attrgetter("growth_factor"), doc="The factor by which the scale grows.")
+    scale_window = property(attrgetter("growth_interval"), doc="How many steps without an overflow let the scale grow.")
 
 
-class LossScaler(_CurScale, fp16_utils.LossScaler):
+class LossScaler(CurScale, fp16_utils.LossScaler):
     """`autoamp.fp16_utils.LossScaler` with ``cur_scale``.
 
     Args:
@@ -72,7 +66,7 @@ class LossScaler(_CurScale, fp16_utils.LossScaler):
         return False
 
 
-class DynamicLossScaler(_CurScale, fp16_utils.DynamicLossScaler):
+class DynamicLossScaler(CurScale, fp16_utils.DynamicLossScaler):
     """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale`` and further names of ``has_overflow``.
 
     Args:
@@ -82,9 +76,8 @@ class DynamicLossScaler(_CurScale, fp16_utils.DynamicLossScaler):
         scale_window: See ``scale_factor``.
     """
 
-    def has_overflow_serial(self, params: Iterable[Tensor]) -> bool:
-        """Do what ``has_overflow`` does. The name is from a time with another check for several processes."""
-        return self.has_overflow(params)
+    # The name is from a time with another check for several processes.
+    has_overflow_serial = fp16_utils.DynamicLossScaler.has_overflow
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
