@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import pickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoamp.compat.early.optimizers import FusedAdam as EarlyFusedAdam
 from autoamp.errors import UsageError
 from autoamp.optimizers import (
     FusedAdagrad,
@@ -57,16 +59,23 @@ def test_adam_is_torchs(decoupled: bool, decay: float) -> None:
     )
 
 
-def test_adam_without_bias_correction() -> None:
+def by_formula(update: Callable[[dict[str, Any], Tensor, Tensor, int], Tensor]) -> list[Tensor]:
+    """Return the parameters after as many steps of ``update(state, value, gradient, step)``, in fp64."""
     torch.manual_seed(0)
     values = [torch.randn(shape).double() for shape in SHAPES]
-    first, second = [torch.zeros_like(v) for v in values], [torch.zeros_like(v) for v in values]
-    for grads in gradients():
-        for i, grad in enumerate(grads):
-            first[i] = 0.9 * first[i] + 0.1 * grad
-            second[i] = 0.999 * second[i] + 0.001 * grad.double() ** 2
-            values[i] = values[i] - 0.01 * first[i] / (second[i].sqrt() + 1e-8)
-    assert_close(stepped(lambda p: FusedAdam(p, lr=0.01, bias_correction=False)), values, 1e-5)
+    states: list[dict[str, Any]] = [collections.defaultdict(float) for _ in SHAPES]
+    for step, grads in enumerate(gradients(), start=1):
+        values = [update(*given, step) for given in zip(states, values, [g.double() for g in grads], strict=True)]
+    return values
+
+
+def test_adam_without_bias_correction() -> None:
+    def update(state: Any, value: Tensor, grad: Tensor, step: int) -> Tensor:
+        state["first"] = 0.9 * state["first"] + 0.1 * grad
+        state["second"] = 0.999 * state["second"] + 0.001 * grad**2
+        return value - 0.01 * state["first"] / (state["second"].sqrt() + 1e-8)
+
+    assert_close(stepped(lambda p: FusedAdam(p, lr=0.01, bias_correction=False)), by_formula(update), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -82,39 +91,30 @@ def test_sgd_is_torchs(options: dict[str, Any]) -> None:
 
 
 def test_sgd_with_decay_after_momentum() -> None:
-    torch.manual_seed(0)
-    values, velocity = [torch.randn(shape).double() for shape in SHAPES], [0.0, 0.0]
-    for grads in gradients():
-        for i, grad in enumerate(grads):
-            velocity[i] = 0.9 * velocity[i] + grad.double()
-            values[i] = values[i] - 0.1 * (velocity[i] + 0.01 * values[i])
+    def update(state: Any, value: Tensor, grad: Tensor, step: int) -> Tensor:
+        state["velocity"] = 0.9 * state["velocity"] + grad
+        return value - 0.1 * (state["velocity"] + 0.01 * value)
+
     ours = stepped(lambda p: FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, wd_after_momentum=True))
-    assert_close(ours, values)
+    assert_close(ours, by_formula(update))
 
 
 @pytest.mark.parametrize(("decay", "nvlamb", "clip", "averaging"), [
     (0.01, False, 1.0, True), (0.0, False, 0.0, True), (0.0, True, 1.0, False), (0.1, True, 0.5, True),
 ])  # fmt: skip
 def test_lamb_follows_the_paper(decay: float, nvlamb: bool, clip: float, averaging: bool) -> None:
-    torch.manual_seed(0)
-    values = [torch.randn(shape).double() for shape in SHAPES]
-    first, second = [torch.zeros_like(v) for v in values], [torch.zeros_like(v) for v in values]
-    for step, grads in enumerate(gradients(), start=1):
-        total = torch.sqrt(sum(grad.double().square().sum() for grad in grads))
-        factor = min(1.0, clip / float(total)) if clip else 1.0
-        for i, grad in enumerate(grads):
-            clipped = grad.double() * factor
-            first[i] = 0.9 * first[i] + (0.1 if averaging else 1.0) * clipped
-            second[i] = 0.999 * second[i] + 0.001 * clipped**2
-            update = first[i] / (1 - 0.9**step) / ((second[i] / (1 - 0.999**step)).sqrt() + 1e-6) + decay * values[i]
-            trust = values[i].norm() / update.norm() if decay or nvlamb else 1.0
-            values[i] = values[i] - 0.01 * trust * update
-    ours = stepped(
-        lambda p: FusedLAMB(
-            p, lr=0.01, weight_decay=decay, use_nvlamb=nvlamb, max_grad_norm=clip, grad_averaging=averaging
-        )
-    )
-    assert_close(ours, values, 1e-5)
+    totals = [float(torch.nn.utils.get_total_norm([grad.double() for grad in grads])) for grads in gradients()]
+
+    def update(state: Any, value: Tensor, grad: Tensor, step: int) -> Tensor:
+        clipped = grad * (min(1.0, clip / totals[step - 1]) if clip else 1.0)
+        state["first"] = 0.9 * state["first"] + (0.1 if averaging else 1.0) * clipped
+        state["second"] = 0.999 * state["second"] + 0.001 * clipped**2
+        mean, square = state["first"] / (1 - 0.9**step), state["second"] / (1 - 0.999**step)
+        change = mean / (square.sqrt() + 1e-6) + decay * value
+        return value - 0.01 * (value.norm() / change.norm() if decay or nvlamb else 1.0) * change
+
+    options = {"weight_decay": decay, "use_nvlamb": nvlamb, "max_grad_norm": clip, "grad_averaging": averaging}
+    assert_close(stepped(lambda p: FusedLAMB(p, lr=0.01, **options)), by_formula(update), 1e-5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("size", "entering"), [(0.01, 0.01), (0.0, 0.0), (50.0, 1.0)])
@@ -137,14 +137,12 @@ def test_adagrad_is_torchs(decay: float) -> None:
 
 
 def test_adagrad_with_decoupled_decay() -> None:
-    torch.manual_seed(0)
-    values = [torch.randn(shape).double() for shape in SHAPES]
-    sums = [torch.zeros_like(v) for v in values]
-    for grads in gradients():
-        for i, grad in enumerate(grads):
-            sums[i] = sums[i] + grad.double() ** 2
-            values[i] = values[i] - 0.1 * (grad.double() / (sums[i].sqrt() + 1e-10) + 0.1 * values[i])
-    assert_close(stepped(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1, adagrad_w_mode=True)), values)
+    def update(state: Any, value: Tensor, grad: Tensor, step: int) -> Tensor:
+        state["sum"] += grad**2
+        return value - 0.1 * (grad / (state["sum"].sqrt() + 1e-10) + 0.1 * value)
+
+    ours = stepped(lambda p: FusedAdagrad(p, lr=0.1, weight_decay=0.1, adagrad_w_mode=True))
+    assert_close(ours, by_formula(update))
 
 
 @pytest.mark.parametrize(
@@ -160,22 +158,21 @@ def test_novograd_follows_the_paper(options: dict[str, Any]) -> None:
     decay, inside = options.get("weight_decay", 0.0), options.get("reg_inside_moment", False)
     largest, corrected = options.get("norm_type", 2) == 0, options.get("bias_correction", True)
     weight = 1 - beta1 if options.get("grad_averaging", True) else 1.0
-    torch.manual_seed(0)
-    values = [torch.randn(shape).double() for shape in SHAPES]
-    first = [torch.zeros_like(v) for v in values]
-    # The second moment of the paper: of the norms' squares.
-    second: list[Any] = [0.0 if options.get("init_zero") else None for _ in values]
-    for step, grads in enumerate(gradients(), start=1):
-        for i, grad in enumerate(grads):
-            norm = grad.double().abs().max() if largest else grad.double().square().sum()
-            second[i] = norm if second[i] is None else beta2 * second[i] + (1 - beta2) * norm
-            size = (second[i] if largest else second[i].sqrt()) / ((1 - beta2**step) ** 0.5 if corrected else 1.0)
-            size = size + 1e-8
-            entering = grad.double() / size + decay * values[i] if inside else grad.double()
-            first[i] = beta1 * first[i] + weight * entering
-            mean = first[i] / (1 - beta1**step if corrected else 1.0)
-            values[i] = values[i] - 0.01 * (mean if inside else mean / size + decay * values[i])
-    assert_close(stepped(lambda p: FusedNovoGrad(p, lr=0.01, **options)), values, 1e-5)
+
+    def update(state: Any, value: Tensor, grad: Tensor, step: int) -> Tensor:
+        # The second moment of the paper: of the norms' squares.
+        norm = grad.abs().max() if largest else grad.square().sum()
+        before = norm if step == 1 and not options.get("init_zero") else state["second"]
+        state["second"] = beta2 * before + (1 - beta2) * norm
+        size = (state["second"] if largest else state["second"].sqrt()) / (
+            (1 - beta2**step) ** 0.5 if corrected else 1.0
+        )
+        size = size + 1e-8
+        state["first"] = beta1 * state["first"] + weight * (grad / size + decay * value if inside else grad)
+        mean = state["first"] / (1 - beta1**step if corrected else 1.0)
+        return value - 0.01 * (mean if inside else mean / size + decay * value)
+
+    assert_close(stepped(lambda p: FusedNovoGrad(p, lr=0.01, **options)), by_formula(update), 1e-5)
 
 
 def test_norms_of_an_apex_checkpoint_are_taken() -> None:
@@ -255,6 +252,7 @@ def test_mixed_precision_lamb_skips_overflows_and_runs_closures() -> None:
         (lambda p: FusedAdagrad(p, weight_decay=0.5, adagrad_w_mode=True), "adagrad_w_mode"),
         (lambda p: FusedNovoGrad(p, weight_decay=0.5, reg_inside_moment=True), "reg_inside_moment"),
         (lambda p: FusedMixedPrecisionLamb(p, reduced_precision_dtype=torch.float32), "reduced_precision_dtype"),
+        (lambda p: EarlyFusedAdam(p, eps=0.5, eps_inside_sqrt=True, max_grad_norm=0.5), "_eps_inside_sqrt"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -134,23 +132,6 @@ def test_closure_and_failure_leave_nothing_behind() -> None:
     assert optimizer.state[one]["exp_avg"].item() == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copy", "pickle"]
-)
-def test_copy_and_pickle(way: Any) -> None:
-    one = param(1.0, 2.0)
-    optimizer = FusedAdam([one], lr=0.1, eps=0.5, eps_inside_sqrt=True, max_grad_norm=0.5, adam_w_mode=False)
-    one.grad = torch.tensor([1.0, -3.0])
-    optimizer.step()
-    other = way(optimizer)
-    (copied,) = other.param_groups[0]["params"]
-    one.grad, copied.grad = torch.ones(2), torch.ones(2)
-    optimizer.step()
-    other.step()
-    assert type(other) is FusedAdam
-    assert torch.equal(copied, one)
-
-
 def test_checkpoint_of_another_era() -> None:
     later, early = param(1.0), param(1.0)
     source, target = optimizers.FusedAdam([later], lr=0.1), FusedAdam([early], lr=0.3, max_grad_norm=0.5)
@@ -224,29 +205,6 @@ def test_bert_pattern_is_adam_in_fp32_on_unscaled_clipped_gradients(options: dic
     assert losses[-1] < 0.7 * losses[0]
     masters = [group[0].double() for group in rig.optimizer.fp32_from_fp16_groups]
     torch.testing.assert_close(masters, exact, rtol=2e-3, atol=2e-3)
-
-
-def test_checkpoint_resumes_the_run() -> None:
-    rig = Rig(dynamic_loss_scale=True)
-    for _ in range(4):
-        rig.step()
-    saved = pickle.loads(pickle.dumps({"model": rig.model.state_dict(), "optimizer": rig.optimizer.state_dict()}))
-    expected = [rig.step() for _ in range(3)]
-    other = Rig(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0})
-    other.model.load_state_dict(saved["model"])
-    other.optimizer.load_state_dict(saved["optimizer"])
-    assert other.optimizer.loss_scale == rig.optimizer.loss_scale > 2.0
-    assert [other.step() for _ in range(3)] == expected
-
-
-def test_overflow_is_skipped() -> None:
-    rig = Rig(dynamic_loss_scale=True)
-    before = copy.deepcopy(rig.model.state_dict())
-    rig.optimizer.backward(rig.loss() * torch.inf)
-    assert rig.optimizer.overflow
-    rig.optimizer.step()
-    assert rig.optimizer.cur_scale == 2.0**15
-    torch.testing.assert_close(rig.model.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{"dynamic_loss_scale": True}, {"static_loss_scale": 128}], ids=str)
