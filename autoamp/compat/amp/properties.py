@@ -13,9 +13,7 @@ from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = [
-    "O0", "O1", "O2", "O3", "Properties", "as_flag", "as_number", "as_scale", "as_type", "filled", "opt_levels",
-]  # fmt: skip
+__all__ = ["O0", "O1", "O2", "O3", "Properties", "as_flag", "as_number", "as_scale", "as_type", "fill", "opt_levels"]
 
 _FLAGS = {
     None: None, True: True, False: False, "True": True, "False": False, "None": None, "": None,
@@ -98,7 +96,7 @@ class Properties:
         return f"Properties({self.options})"
 
 
-def filled(properties: Properties, level: Any, half: torch.dtype) -> Properties:
+def fill(properties: Properties, level: Any, half: torch.dtype) -> Properties:
     """Write what a level stands for, in a half dtype, into properties, and return these."""
     kind = half if level.cast_model_type == "half" else level.cast_model_type
     properties.enabled = True
@@ -116,7 +114,7 @@ class _Level:
 
     def __call__(self, properties: Properties) -> Properties:
         """Write what this level stands for, in the half dtype of the alias, into ``properties``; returned too."""
-        return filled(properties, LEVELS[type(self).__name__], options().dtype)
+        return fill(properties, LEVELS[type(self).__name__], options().dtype)
 
 
 class O0(_Level):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoamp import runtime
-from autoamp.compat.amp.properties import Properties, filled
+from autoamp.compat.amp.properties import Properties, fill
 from autoamp.compat.early.groups import GroupsOfMasters
 from autoamp.compat.early.scalers import set_scale
 from autoamp.errors import UsageError
@@ -160,7 +160,7 @@ class AmpState:
         setup, scalers = _latest_setup(), self.loss_scalers
         if setup is None:
             return Properties()
-        properties = filled(Properties(), setup.level, setup.settings.dtype)
+        properties = fill(Properties(), setup.level, setup.settings.dtype)
         properties.loss_scale = "dynamic" if scalers[0].dynamic else scalers[0].loss_scale()
         return properties
 

@@ -191,7 +191,7 @@ class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # n
     """
 
     _static_scaler, _dynamic_scaler = PokedStaticScaler, PokedDynamicScaler
-
+    # What `CurScale` reads and writes.
     _scaler = fp16_utils.FP16_Optimizer.loss_scaler
     # Its name in `apex.fp16_utils`.
     loss_scale = CurScale.cur_scale
