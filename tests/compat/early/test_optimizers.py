@@ -35,16 +35,6 @@ def test_both_eras_are_one_class() -> None:
         FusedAdam([param(1.0)], amsgrad=True)
 
 
-def test_without_early_arguments_it_steps_as_autoamps_own() -> None:
-    early, own = param(1.0, -2.0), param(1.0, -2.0)
-    pair = [FusedAdam([early], lr=0.1, weight_decay=0.1), optimizers.FusedAdam([own], lr=0.1, weight_decay=0.1)]
-    for grad in ([0.5, 3.0], [-1.0, 0.25]):
-        early.grad, own.grad = torch.tensor(grad), torch.tensor(grad)
-        for optimizer in pair:
-            optimizer.step()
-    assert torch.equal(early, own)
-
-
 def test_max_grad_norm_is_for_each_group() -> None:
     big, small, free = param(1.0, 1.0), param(1.0), param(1.0)
     groups = [{"params": [big]}, {"params": [small]}, {"params": [free], "max_grad_norm": 0.0}]
