@@ -1,8 +1,8 @@
 """Reports of child processes, for the summary and the report of the process that started them.
 
 A child writes its report when it ends, to a folder that an environment variable names. These are processes of
-multiprocessing by any start method, forks that end as Python does, and each ``autoamp run`` within. A process that is
-killed, or that ends by ``os._exit``, writes none.
+multiprocessing by any start method, and forks that end as Python does. A process that is killed, or that ends by
+``os._exit``, writes none.
 """
 
 from __future__ import annotations
@@ -49,18 +49,6 @@ def take_reports(folder: Path) -> list[Report]:
     return found
 
 
-def write_child_report(folder: Path, report: Report) -> None:
-    """Write a report to a parent's folder, unless the child did nothing. An OSError is ignored: the child has ended."""
-    if report.is_idle and not report.children:
-        return
-    name = f"{os.getpid()}-{uuid.uuid4().hex}"
-    with contextlib.suppress(OSError):
-        # The parent reads whole files only.
-        partial = folder / f"{name}.tmp"
-        partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
-        partial.replace(folder / f"{name}.json")
-
-
 class ChildReports:
     """Lets each fork of this process report what it did itself, and this process too after `write_at_end`.
 
@@ -94,6 +82,15 @@ class ChildReports:
             multiprocessing.util.Finalize(None, self._write, exitpriority=_FIRST)
 
     def _write(self) -> None:
-        if self._process == os.getpid():
-            self._process = None
-            write_child_report(self._folder, self._run.report([], 0))
+        """Write the report, unless this process did nothing. An OSError is ignored: the process has ended."""
+        if self._process != os.getpid():
+            return
+        self._process = None
+        report = self._run.report([], 0)
+        name = f"{os.getpid()}-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):
+            if not report.is_idle:
+                # The parent reads whole files only.
+                partial = self._folder / f"{name}.tmp"
+                partial.write_text(json.dumps(asdict(report)), encoding="utf-8")
+                partial.replace(self._folder / f"{name}.json")

@@ -7,6 +7,7 @@ program; a forked one has everything already.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib.machinery
 import importlib.util
@@ -18,8 +19,7 @@ import pkgutil
 import runpy
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoamp.errors import UsageError
@@ -30,29 +30,14 @@ CHILD_VARIABLE = "AUTOAMP_RUN"
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
-@dataclass(frozen=True)
-class Program:
-    """A program to run.
-
-    Attributes:
-        name: The path of a script, or the dotted name of a module.
-        args: The program's own arguments.
-        is_module: Whether ``name`` is that of a module, as after ``python -m``.
-    """
-
-    name: str
-    args: Sequence[str] = ()
-    is_module: bool = False
-
-
-def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]:
+def prepared(chosen: argparse.Namespace, options: Mapping[str, Any]) -> Callable[[], None]:
     """Make this process look as under plain Python, and return a function that runs the program as ``__main__``.
 
     Call `take_path` first: a module is found on the program's own path. Exceptions of the program, SystemExit included,
     propagate from the returned function.
 
     Args:
-        program: The program.
+        chosen: The parsed command line, with the program: the path of a script, or after ``-m`` the name of a module.
         options: Plain JSON values for children, which get them through the environment.
 
     Raises:
@@ -63,14 +48,14 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
         main.__annotations__ = {}
     vars(main)["__builtins__"] = sys.modules["builtins"]
     try:
-        code = _module_code(program.name, main) if program.is_module else _script_code(program.name, main)
+        code = _module_code(chosen.program, main) if chosen.is_module else _script_code(chosen.program, main)
     except SyntaxError:
         _begin_tracebacks_at(vars(main))
         raise
 
     def run() -> None:
-        sys.argv = [str(main.__file__) if program.is_module else program.name, *program.args]
-        _tell_children(program, options)
+        sys.argv = [str(main.__file__) if chosen.is_module else chosen.program, *chosen.args]
+        _tell_children(chosen, options)
         sys.modules["__main__"] = main
         try:
             exec(code, vars(main))
@@ -81,16 +66,16 @@ def prepared(program: Program, options: Mapping[str, Any]) -> Callable[[], None]
     return run
 
 
-def take_path(program: Program) -> None:
+def take_path(chosen: argparse.Namespace) -> None:
     """Let ``sys.path`` begin as under plain Python. UsageError: there is no such script."""
     remedy = "give the path of a script, or -m a module"
-    if not program.is_module and not os.path.exists(program.name):
-        raise UsageError(f"can't open file {program.name!r}: {os.strerror(errno.ENOENT)}; {remedy}")
-    if not program.is_module and pkgutil.get_importer(program.name) is not None:
-        raise UsageError(f"{program.name!r} is a directory or an archive, not a script; {remedy}")
+    if not chosen.is_module and not os.path.exists(chosen.program):
+        raise UsageError(f"can't open file {chosen.program!r}: {os.strerror(errno.ENOENT)}; {remedy}")
+    if not chosen.is_module and pkgutil.get_importer(chosen.program) is not None:
+        raise UsageError(f"{chosen.program!r} is a directory or an archive, not a script; {remedy}")
     # Python's safe path leaves it out.
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd() if program.is_module else os.path.dirname(os.path.realpath(program.name))
+        sys.path[0] = os.getcwd() if chosen.is_module else os.path.dirname(os.path.realpath(chosen.program))
 
 
 def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
@@ -158,13 +143,13 @@ def _begin_tracebacks_at(names: dict[str, Any]) -> None:
     sys.excepthook = excepthook
 
 
-def _tell_children(program: Program, options: Mapping[str, Any]) -> None:
+def _tell_children(chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
     """Let multiprocessing start its children with our file as their main module; see `names_of_main`."""
     os.environ[CHILD_VARIABLE] = json.dumps(
         {
             "options": dict(options),
-            "name": program.name if program.is_module else os.path.abspath(program.name),
-            "is_module": program.is_module,
+            "program": chosen.program if chosen.is_module else os.path.abspath(chosen.program),
+            "is_module": chosen.is_module,
         }
     )
     original: Callable[..., dict[str, Any]] = multiprocessing.spawn.get_preparation_data
@@ -188,15 +173,14 @@ def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]
     if main.__name__ == "__mp_main__":
         # A fork of a server that has imported the program: from Python 3.14 on multiprocessing's forkserver does so.
         return dict(vars(main))
-    parent = json.loads(os.environ[CHILD_VARIABLE])
-    set_up(parent["options"])
-    program = Program(parent["name"], is_module=parent["is_module"])
+    chosen = argparse.Namespace(**json.loads(os.environ[CHILD_VARIABLE]))
+    set_up(chosen.options)
     # Grandchildren want the same.
-    _tell_children(program, parent["options"])
-    if not program.is_module:
-        return runpy.run_path(program.name, run_name="__mp_main__")
-    spec = _spec_of(program.name)
+    _tell_children(chosen, chosen.options)
+    if not chosen.is_module:
+        return runpy.run_path(chosen.program, run_name="__mp_main__")
+    spec = _spec_of(chosen.program)
     if spec is None or spec.name.endswith(".__main__"):
         # As multiprocessing has it: the __main__ of a package is run, and not imported.
         return {}
-    return runpy.run_module(program.name, run_name="__mp_main__", alter_sys=True)
+    return runpy.run_module(chosen.program, run_name="__mp_main__", alter_sys=True)

@@ -1,11 +1,12 @@
-"""One run of a program for `autoamp tune` or `bisect`: ``python -m autoamp.cli.program_child SPEC program args...``.
+"""One run of a program for `autoamp tune` or `bisect`: ``python -m autoamp.cli.program_child SPEC``.
 
-SPEC is JSON: the options of `autoamp run`, the mode (``"survey"``, ``"fp32"`` or ``"lists"``), the seed, the name of
-the metric, and the file for the outcome.
+SPEC is JSON: the parsed command line with the lists and the seed of this run, the options of `autoamp run`, the mode
+(``"survey"``, ``"fp32"`` or ``"lists"``), and the file for the outcome.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from autoamp import runtime
-from autoamp.cli.launch import Program, prepared, take_path
+from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.session import Options, Run, set_up
 from autoamp.program import listen
 from autoamp.runtime import BaseHandle
@@ -33,45 +35,44 @@ from autoamp.tuning import Survey, SurveyEnded, Surveyor, number_in
 _WARM_UP = 2
 
 
-def main(spec_text: str, program_args: list[str]) -> None:
+def main(text: str) -> None:
     """Run the program, and write the outcome. An exception of the program propagates after that."""
-    spec = json.loads(spec_text)
-    program = Program(program_args[0], tuple(program_args[1:]), spec["is_module"])
-    take_path(program)
-    options = Options(**spec["options"])
+    spec = argparse.Namespace(**json.loads(text))
+    take_path(spec)
+    options = Options.from_command_line(spec)
     run = set_up(options)
-    random.seed(spec["seed"])
-    np.random.seed(spec["seed"])
-    torch.manual_seed(spec["seed"])
-    program_runs = prepared(program, spec["options"])
+    random.seed(spec.seed)
+    np.random.seed(spec.seed)
+    torch.manual_seed(spec.seed)
+    program_runs = prepared(spec, asdict(options))
     outcome: dict[str, Any] = {}
     process = os.getpid()
     try:
-        if spec["mode"] == "survey":
+        if spec.mode == "survey":
             outcome["survey"] = _surveyed(program_runs, run, spec)
         else:
-            outcome["seconds"] = _timed(program_runs, run, in_fp32=spec["mode"] == "fp32")
+            outcome["seconds"] = _timed(program_runs, run, in_fp32=spec.mode == "fp32")
     finally:
         # Forks of the program end here too.
         if os.getpid() == process:
-            value = vars(sys.modules["__main__"]).get(spec["metric"])
+            value = vars(sys.modules["__main__"]).get(spec.metric)
             outcome["variable"] = None if value is None else number_in(value)
-            Path(spec["outcome"]).write_bytes(pickle.dumps(outcome))
+            Path(spec.outcome).write_bytes(pickle.dumps(outcome))
 
 
-def _surveyed(program_runs: Callable[[], None], run: Run, spec: dict[str, Any]) -> Survey:
+def _surveyed(program_runs: Callable[[], None], run: Run, spec: argparse.Namespace) -> Survey:
     """Run the program up to the end of the survey, and return that."""
     surveyors: list[Surveyor] = []
     with contextlib.ExitStack() as stack:
 
         def begin(handle: BaseHandle) -> None:
-            surveyors.append(Surveyor(handle, steps=spec["steps"], seconds=spec["seconds"]))
+            surveyors.append(Surveyor(handle, steps=spec.survey_steps, seconds=spec.seconds))
             stack.enter_context(surveyors[-1])
 
         stack.callback(run.follow(begin))
         with contextlib.suppress(SurveyEnded, SystemExit):
             program_runs()
-    return max(surveyors, key=lambda one: one.seen).survey(spec["timing"])
+    return max(surveyors, key=lambda one: one.seen).survey(spec.timing)
 
 
 def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:
@@ -98,4 +99,4 @@ def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> floa
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1])

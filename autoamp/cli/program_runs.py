@@ -15,14 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from autoamp import tuning
-from autoamp.cli.launch import Program, take_path
+from autoamp.cli.launch import take_path
 from autoamp.cli.output import say
-from autoamp.cli.session import Options, half_dtype
+from autoamp.cli.session import half_dtype
 from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype, has_units, missing_units
 from autoamp.rules import ENVIRONMENT_VARIABLE
@@ -70,7 +69,7 @@ def program_runs(chosen: argparse.Namespace) -> Iterator[ProgramRuns]:
         raise UsageError(f"{why}, and programs run in fp32 there; to use half precision anyway, give --dtype")
     if not chosen.tolerance >= 0 or chosen.survey_steps < 1:
         raise UsageError("--survey-steps must be 1 or more, and --tolerance 0 or more")
-    take_path(Program(chosen.program, is_module=chosen.is_module))
+    take_path(chosen)
     before = {number: signal.signal(number, _stop) for number in _SIGNALS}
     try:
         with tempfile.TemporaryDirectory(prefix="autoamp-") as folder:
@@ -175,13 +174,11 @@ class ProgramRuns:
             lists.append(str(files["toml"]))
             before = environment.get(ENVIRONMENT_VARIABLE)
             environment[ENVIRONMENT_VARIABLE] = os.pathsep.join(filter(None, (before, str(files["toml"]))))
-        options = Options(chosen.dtype, chosen.device_type, lists, opt_level="O0" if mode == "fp32" else "O1")
         spec = {
-            "mode": mode, "seed": seed, "metric": chosen.metric, "outcome": str(files["outcome"]),
-            "is_module": chosen.is_module, "options": asdict(options), "steps": chosen.survey_steps,
-            **how,
+            **vars(chosen), "lists": lists, "seed": seed, "opt_level": "O0" if mode == "fp32" else "O1", "mode": mode,
+            "outcome": str(files["outcome"]), **how,
         }  # fmt: skip
-        command = [sys.executable, "-m", "autoamp.cli.program_child", json.dumps(spec), chosen.program, *chosen.args]
+        command = [sys.executable, "-m", "autoamp.cli.program_child", json.dumps(spec)]
         with open(files["out"], "wb") as out, open(files["err"], "wb") as err:
             code = self._waited_for(command, environment, out, err)
         written = pickle.loads(files["outcome"].read_bytes()) if files["outcome"].exists() else {}

@@ -113,7 +113,7 @@ class Report:
                 name: why for name, why in main.unmatched.items() if all(name in one.unmatched for one in working)
             },
             own_dtypes=_sum(one.own_dtypes for one in everyone) or {},
-            children=self.children + sum(1 + child.children for child in working),
+            children=len(working),
         )
 
     def summary(self) -> str:

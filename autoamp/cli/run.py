@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.children import ChildReports, make_folder, parents_folder, take_reports, write_child_report
-from autoamp.cli.launch import Program, prepared, take_path
+from autoamp.cli.children import ChildReports, make_folder, take_reports
+from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
 from autoamp.compat import added_to_real_apex, real_apex
@@ -45,7 +45,7 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
             f"autoamp run -m {chosen.program} would not reach the processes that it starts; "
             "use torchrun [its options] -m autoamp run [options] script.py"
         )
-    options = Options(**{name: value for name, value in vars(chosen).items() if name in Options.__dataclass_fields__})
+    options = Options.from_command_line(chosen)
     judged, reports = chosen.fail_on is not None, chosen.report is not None
     if judged or reports:
         # On every rank: either all ranks trace, or none.
@@ -53,21 +53,19 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     path = writable("--report", chosen.report) if reports else None
     if path is not None and is_page(path):
         check_report_tools()
-    program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
     # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
-    take_path(program)
+    take_path(chosen)
     first = os.environ.get("RANK", "0") == "0"
-    reports, speaks, parent = reports and first, not chosen.quiet and first, parents_folder()
-    counts = reports or speaks or parent is not None
+    reports, speaks = reports and first, not chosen.quiet and first
     # --fail-on needs no sampled steps.
-    run = set_up(options, count=counts, record=judged or reports, sample=reports)
-    run_program = prepared(program, asdict(run.options))
+    run = set_up(options, count=reports or speaks, record=judged or reports, sample=reports)
+    run_program = prepared(chosen, asdict(run.options))
     real = real_apex()
     if first and real is not None and options.apex and not options.shadow_apex:
         added = added_to_real_apex()
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
         say(f"a real apex is installed ({real}); {what}; --shadow-apex hides it")
-    end = _RunEnd(run, chosen, path if first else None, parent, counts=counts, quiet=not speaks)
+    end = _RunEnd(run, chosen, path if first else None, quiet=not speaks)
 
     def run_and_note() -> None:
         try:
@@ -91,14 +89,13 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
         ListFileError: A list cannot be used.
     """
     path = None if chosen.json is None else writable("--json", chosen.json)
-    program = Program(chosen.program, tuple(chosen.args), chosen.is_module)
-    take_path(program)
+    take_path(chosen)
     settings = Settings.from_arguments(chosen.lists or None, chosen.device_type, torch.float16)
     check_device(settings.device_type)
     handle: Any = Handle(settings)
     put_handle(handle)
     ranges = handle.profile_ranges()
-    run_program = prepared(program, asdict(Options(opt_level="O0", device_type=chosen.device_type)))
+    run_program = prepared(chosen, asdict(Options(opt_level="O0", device_type=chosen.device_type)))
     process = os.getpid()
 
     def run() -> None:
@@ -118,18 +115,15 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
 class _RunEnd:
     """Writes the summary and the report when the program has ended, in the process that began it."""
 
-    def __init__(
-        self, run: Run, chosen: argparse.Namespace, path: Path | None, parent: Path | None, *, counts: bool, quiet: bool
-    ) -> None:
+    def __init__(self, run: Run, chosen: argparse.Namespace, path: Path | None, *, quiet: bool) -> None:
         self._run = run
         self._chosen = chosen
         self._path = path
-        self._parent = parent
         self._quiet = quiet
         self._process = os.getpid()
         self._exit_code = 0
         self._document: dict[str, Any] = {}
-        self._children = make_folder() if counts else None
+        self._children = None if quiet and path is None else make_folder()
         if self._children is not None:
             ChildReports(run, self._children)
         # This runs after the program's own exit functions, and after multiprocessing has joined its children.
@@ -161,8 +155,6 @@ class _RunEnd:
         report = self._run.report([self._chosen.program, *self._chosen.args], self._exit_code)
         if self._children is not None:
             report = report.with_children(take_reports(self._children))
-        if self._parent is not None:
-            write_child_report(self._parent, report)
         # A program that refuses its command line ends with 2, and has not begun.
         if not (self._quiet or (self._exit_code == 2 and report.is_idle)):
             say(report.summary())

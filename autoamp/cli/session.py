@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import multiprocessing
@@ -63,6 +64,11 @@ class Options:
     capsule: str | None = None
     keep_memory: bool = True
     on_nonfinite: OnNonfinite = "warn"
+
+    @classmethod
+    def from_command_line(cls, chosen: argparse.Namespace) -> Options:
+        """Take the options out of a parsed command line, which has more."""
+        return cls(**{name: value for name, value in vars(chosen).items() if name in cls.__dataclass_fields__})
 
 
 def half_dtype(name: str | None) -> torch.dtype | None:

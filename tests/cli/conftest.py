@@ -47,7 +47,7 @@ class Fork:
             os.dup2(stdout.fileno(), 1), os.dup2(stderr.fileno(), 2)
             sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
             os.environ.update(env)
-            program_child.main(command[3], command[4:])
+            program_child.main(command[3])
             code = 0
         except BaseException:
             traceback.print_exc()
