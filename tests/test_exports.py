@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,23 @@ print(init is autoamp.runtime.init, errors is autoamp.errors, "torch" in sys.mod
 from autoamp import *
 print(region is autoamp.region, autoamp.optimizers.FusedAdam.__name__)
 """
+
+
+RUN = """
+import sys, torch
+before = set(sys.modules)
+from autoamp.cli import main
+main(["run", "--quiet", "--device-type", "cpu", sys.argv[1]])
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+def test_an_empty_script_under_autoamp_run_imports_little(tmp_path: Path) -> None:
+    """Nothing of torch that `import torch` leaves out, such as its compiler; that takes as long again."""
+    (tmp_path / "empty.py").touch()
+    command = [sys.executable, "-c", RUN, str(tmp_path / "empty.py")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "autoamp tomllib wrapt\n"
 
 
 def test_names_are_imported_when_they_are_asked_for() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import html
-import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -41,6 +39,9 @@ def _autoamp(line: str) -> Any:
 
 
 def _parsed(line: str) -> argparse.Namespace:
+    # Here, so that the command does not import it.
+    import shlex
+
     parser = _Parser(prog="%autoamp", add_help=False)
     parser.add_argument("action", choices=["on", "off", "status", "report"])
     add_casts(parser, "default: that of the device")
@@ -69,6 +70,8 @@ def _run(chosen: argparse.Namespace) -> Any:
     elif chosen.action == "report":
         if handle is None:
             raise UsageError("autoamp is off, and nothing was recorded; run `%autoamp on` before training")
+        import html
+
         from IPython.display import HTML
 
         page = html.escape(report_page(handle.report()), quote=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,92 +118,74 @@ class Report:
 
     def summary(self) -> str:
         """Return the result as text: a line, one for each rule that had no effect, one for what half precision lost."""
-        if self.dtype is None:
-            parts = [self._why_no_casts()]
-        else:
-            parts = [*self._casts(), *self._counts(), *self._parameters(), *self._scaling()]
-        parts += [*self._memory(), *self._lists()]
         unmatched = () if self.casts_left_to is not None else self.unmatched.values()
-        lines = [
-            "; ".join([*parts, f"{self.seconds:.1f} s"]),
-            *(f"no effect: {why}" for why in unmatched),
-            *self.repeated,
-            *self._losses(),
-        ]
-        return "\n".join(f"autoamp: {line}" for line in lines)
-
-    def _counts(self) -> list[str]:
-        """Return the counts. Models in half precision, and the program's own casts, need none of ours."""
-        if self.casts_left_to == AUTOCAST:
-            return []
-        needless = self._parameters() or self.dtype == "float32" or self.casts_left_to is not None
-        named = (("ops", self.ops, ""), ("casts", self.casts, "to "))
-        return [
-            f"{name} {_listed(counts, before)}"
-            for name, counts, before in named
-            if counts or (counts is not None and not needless)
-        ]
-
-    def _why_no_casts(self) -> str:
-        why = ""
-        if self.opt_level in ("O2", "O3") and self.exit_code == 0:
-            why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
-        return f"no casts ({self.opt_level}){why}"
-
-    def _casts(self) -> list[str]:
-        """Return who casts, and to which dtype."""
-        level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
-        who = f"{self.dtype} on {self.device_type} ({level})"
-        if self.casts_left_to == AUTOCAST:
-            dtypes = " and ".join(self.own_dtypes) or self.dtype
-            who = f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}"
-        elif self.casts_left_to is not None:
-            who = f"casts left to the program, which has {self.casts_left_to}"
-        children = f"{self.children} child process{'es' if self.children > 1 else ''} included"
-        rank = f"rank {self.rank} of {self.ranks} alone"
-        return [who, *([children] if self.children else []), *([rank] if (self.ranks or 1) > 1 else [])]
-
-    def _lists(self) -> list[str]:
-        """Return the files of the lists; one that was found in a parent folder is easily overlooked."""
-        if self.dtype is None or not self.lists or self.casts_left_to is not None:
-            return []
-        here = Path(self.folder)
-        parents = [str(folder / name) for folder in here.parents for name in ("autoamp.toml", "pyproject.toml")]
-        names = (f"{name} of a parent folder" if name in parents else name for name in self.lists)
-        return [f"lists {', '.join(name.removeprefix('lists/').removeprefix(f'{here}/') for name in names)}"]
-
-    def _parameters(self) -> list[str]:
-        """Return the dtypes of the models' parameters, if some are in half precision."""
-        found = self.parameters or {}
-        if not any(dtype in ("float16", "bfloat16") for dtype in found):
-            return []
-        masters = ", with fp32 masters" if self.masters else ", without masters"
-        return [f"parameters {_listed(found)}{masters}"]
-
-    def _scaling(self) -> list[str]:
-        """Return the loss scale and the steps."""
-        left = [] if self.scaling_left_to is None else [f"loss scaling left to the program's {self.scaling_left_to}"]
-        unused = ["the program's torch.amp.GradScaler scaled no loss"] if self.unused_scaler else []
-        skips = f"{self.skipped} of {self.steps} steps skipped"
-        bad = [f"inf or nan in {self.nonfinite} of {self.steps} steps"] if self.nonfinite else []
-        if self.loss_scale is not None:
-            steps = [f"loss scale {self.loss_scale:g}", skips, *bad]
-        elif left:
-            steps = [f"{self.steps} steps", *bad]
-        else:
-            steps = bad or ["losses are not scaled, as no optimizer was seen"]
-        return [*left, *unused, *steps]
-
-    def _losses(self) -> list[str]:
-        """Return what was lost in half precision without an inf, in one line."""
+        lines = ["; ".join(self._parts()), *(f"no effect: {why}" for why in unmatched), *self.repeated]
         updates = f"updates lost in {self.lost_params} of {self.half_params} parameters"
         kinds = dict.fromkeys(loss["kind"] for loss in self.half_losses)
-        lost = "; ".join(updates if kind == "updates" else f"{kind} rounded" for kind in kinds)
-        return [f"{lost} (see docs/diagnostics.md, losses without an inf)"] if lost else []
+        if kinds:
+            lost = "; ".join(updates if kind == "updates" else f"{kind} rounded" for kind in kinds)
+            lines.append(f"{lost} (see docs/diagnostics.md, losses without an inf)")
+        return "\n".join(f"autoamp: {line}" for line in lines)
 
-    def _memory(self) -> list[str]:
-        freed = "" if self.memory is None else f", freed memory {self.memory}"
-        return [] if self.peak_rss is None else [f"peak RSS {self.peak_rss / 2**20:,.0f} MiB{freed}"]
+    def _parts(self) -> Iterator[str]:
+        """Yield the parts of the first line."""
+        if self.dtype is None:
+            no_call = self.opt_level in ("O2", "O3") and self.exit_code == 0
+            why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
+            yield f"no casts ({self.opt_level}){why if no_call else ''}"
+        else:
+            yield from self._casts()
+            yield from self._scaling()
+        if self.peak_rss is not None:
+            freed = "" if self.memory is None else f", freed memory {self.memory}"
+            yield f"peak RSS {self.peak_rss / 2**20:,.0f} MiB{freed}"
+        if self.dtype is not None and self.lists and self.casts_left_to is None:
+            here = Path(self.folder)
+            # A list of a parent folder is easily overlooked.
+            parents = [str(folder / name) for folder in here.parents for name in ("autoamp.toml", "pyproject.toml")]
+            names = (f"{name} of a parent folder" if name in parents else name for name in self.lists)
+            yield f"lists {', '.join(name.removeprefix('lists/').removeprefix(f'{here}/') for name in names)}"
+        yield f"{self.seconds:.1f} s"
+
+    def _casts(self) -> Iterator[str]:
+        """Yield who casts to which dtype, whose numbers these are, the counts, and the dtypes of half models."""
+        if self.casts_left_to == AUTOCAST:
+            dtypes = " and ".join(self.own_dtypes) or self.dtype
+            yield f"{dtypes} on {self.device_type} by the program's own {AUTOCAST}"
+        elif self.casts_left_to is not None:
+            yield f"casts left to the program, which has {self.casts_left_to}"
+        else:
+            level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
+            yield f"{self.dtype} on {self.device_type} ({level})"
+        if self.children:
+            yield f"{self.children} child process{'es' if self.children > 1 else ''} included"
+        if (self.ranks or 1) > 1:
+            yield f"rank {self.rank} of {self.ranks} alone"
+        parameters = self.parameters or {}
+        has_halves = not {"float16", "bfloat16"}.isdisjoint(parameters)
+        # Models in half precision, and the program's own casts, need none of ours.
+        needless = has_halves or self.dtype == "float32" or self.casts_left_to is not None
+        for name, counts, before in (("ops", self.ops, ""), ("casts", self.casts, "to ")):
+            if self.casts_left_to != AUTOCAST and (counts or (counts is not None and not needless)):
+                yield f"{name} {_listed(counts, before)}"
+        if has_halves:
+            yield f"parameters {_listed(parameters)}, {'with fp32' if self.masters else 'without'} masters"
+
+    def _scaling(self) -> Iterator[str]:
+        """Yield the loss scale and the steps."""
+        if self.scaling_left_to is not None:
+            yield f"loss scaling left to the program's {self.scaling_left_to}"
+        if self.unused_scaler:
+            yield "the program's torch.amp.GradScaler scaled no loss"
+        if self.loss_scale is not None:
+            yield f"loss scale {self.loss_scale:g}"
+            yield f"{self.skipped} of {self.steps} steps skipped"
+        elif self.scaling_left_to is not None:
+            yield f"{self.steps} steps"
+        elif not self.nonfinite:
+            yield "losses are not scaled, as no optimizer was seen"
+        if self.nonfinite:
+            yield f"inf or nan in {self.nonfinite} of {self.steps} steps"
 
 
 def _rank_variable(name: str) -> int | None:

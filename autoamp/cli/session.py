@@ -212,11 +212,18 @@ class Run:
         return self._now.report()
 
     def _count(self, handle: BaseHandle) -> None:
+        """Count the calls and casts under a handle, and the parameters of models by their dtype."""
         counts = handle.count()
         # A handle that was suspended, in favour of a region's, goes on with its own.
         if counts not in self._counts:
             self._counts.append(counts)
-        self._note_parameters(handle)
+        # The models that the program gave to `initialize`, while they are there.
+        models = list(runtime_of(handle).setups)
+        if models:
+            found: Counter[str] = Counter()
+            for param in {param for model in models for param in model.parameters()}:
+                found[dtype_name(param.dtype)] += param.numel()
+            self._parameters = dict(sorted(found.items()))
 
     def _lend_half_losses(self, handle: BaseHandle) -> None:
         runtime_of(handle).half_losses = self._half_losses
@@ -241,15 +248,6 @@ class Run:
         with contextlib.suppress(RuntimeError):
             self._inherited = done.all, done.skipped
         self._began = time.perf_counter()
-
-    def _note_parameters(self, handle: BaseHandle) -> None:
-        """Count the parameters of the models that the program gave to `initialize`, while they are there."""
-        models = list(runtime_of(handle).setups)
-        if models:
-            found: Counter[str] = Counter()
-            for param in {param for model in models for param in model.parameters()}:
-                found[dtype_name(param.dtype)] += param.numel()
-            self._parameters = dict(sorted(found.items()))
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return the report of the run up to now."""
