@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def lines_of(capsys: pytest.CaptureFixture[str], code: int = 0) -> list[str]:
+def lines_of(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> list[str]:
     """Call the doctor, and return what it prints without alignment."""
-    assert main(QUICK) == code
+    assert main([*QUICK, *options]) == code
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -49,7 +49,7 @@ def test_lists_are_those_of_this_place(
 
 def test_a_broken_list_is_named_and_the_rest_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "autoamp.toml").write_text('schema = 1\nfp32 = ["sofmax"]\n', encoding="utf-8")
-    lines = lines_of(capsys, 1)
+    lines = lines_of(capsys, code=1)
     assert {"Packages", "Device", "Lists"} < set(lines)
     (told,) = [line for line in lines if line.startswith(f"{place / 'autoamp.toml'}:2: unknown op 'sofmax'")]
     assert "did you mean 'softmax'" in told
@@ -67,30 +67,41 @@ def test_a_real_apex_is_told_and_the_alias_is_none(place: Path, capsys: pytest.C
     assert [line for line in lines_of(capsys) if line.startswith(f"apex {real}; autoamp adds the modules")]
 
 
+NAMES = """
+import collections, functools
+import torch
+import torch.nn.functional as F
+from torch import matmul
+def f(op=matmul, *, other=F.log_softmax):
+    pass
+Pair = collections.namedtuple("Pair", "a b", defaults=(1, 2))
+class Net:
+    act = staticmethod(F.log_softmax)
+    def g(self, op=matmul):
+        pass
+OPS = {"m": matmul, "other": len}
+CHAIN = [len, torch.log_softmax]
+PART = functools.partial(torch.log_softmax, dim=1)
+"""
+
+
 def test_names_are_those_that_init_rebinds_and_those_that_it_does_not_reach(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = types.ModuleType("takes_names")
-    exec(
-        "from torch import matmul\n"
-        "import torch.nn.functional as F\n"
-        "def f(op=matmul, *, other=F.log_softmax):\n    pass\n"
-        "import collections\nPair = collections.namedtuple('Pair', 'a b', defaults=(1, 2))\n"
-        "class Net:\n"
-        "    act = staticmethod(F.log_softmax)\n"
-        "    def g(self, op=matmul):\n        pass\n",
-        vars(module),
-    )
-    module.OPS = {"m": torch.matmul, "other": len}
-    module.CHAIN = [len, torch.log_softmax]
-    module.PART = functools.partial(torch.log_softmax, dim=1)
-    monkeypatch.setitem(sys.modules, "takes_names", module)
+    (place / "takes_names.py").write_text(NAMES, encoding="utf-8")
+    lines = lines_of(capsys, "--import", "takes_names")
+    assert sys.modules.pop("takes_names").matmul is torch.matmul
+    first = lines.index("Names bound before init") + 1
+    second = next(place for place, line in enumerate(lines) if line.endswith("init does not reach them:"))
+    assert re.fullmatch(r"\d+ are rebound by init:", lines[first])
     # The test modules of this process take names too.
-    assert [line for line in lines_of(capsys) if line.startswith("takes_names.")] == [
-        "takes_names.matmul", "takes_names.f(op=)", "takes_names.f(other=)", "takes_names.Net.act",
-        "takes_names.Net.g(op=)", "takes_names.OPS['m']", "takes_names.CHAIN[1]", "takes_names.PART.func",
-    ]  # fmt: skip
-    assert module.matmul is torch.matmul
+    rebound, unreached = ({line for line in part if line.startswith("takes_names.")}
+                          for part in (lines[first:second], lines[second:]))  # fmt: skip
+    assert rebound == {"takes_names.matmul"}
+    assert unreached == {
+        "takes_names.f(op=)", "takes_names.f(other=)", "takes_names.Net.act", "takes_names.Net.g(op=)",
+        "takes_names.OPS['m']", "takes_names.CHAIN[1]", "takes_names.PART.func",
+    }  # fmt: skip
 
 
 def test_what_was_measured_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

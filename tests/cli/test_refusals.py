@@ -44,7 +44,7 @@ SEARCH = ["--metric", "loss", "--dtype", "fp16"]
                                        "the letter O, not the digit 0"),
         *((["run", "--loss-scale", text], f"--loss-scale {text!r}: expected 'dynamic' or a number above 0")
           for text in ("x", "-1", "inf")),
-        (["run", "--opt-level", "O2", "--no-apex"], "--opt-level O2 only applies if"),
+        (["run", "--opt-level", "O2", "--no-apex"], "initialize(), and --no-apex is given; use --opt-level O1"),
         (["run", "--report", "none/x.json"], "--report 'none/x.json' cannot be written"),
         (["profile", "--json", "none/x.json"], "--json 'none/x.json' cannot be written"),
         (["run", "--device-type", "meta"], "--device-type 'meta'; give --dtype float16 or --dtype bfloat16, or choose"),
