@@ -90,7 +90,7 @@ def _device(kind: str) -> list[str]:
     default = default_half_dtype(kind)
     by_init = default if has_units(default, kind) else torch.float32
     in_runs = half_dtype_with_units(kind) or torch.float32
-    units = [name for dtype, name in HALF_NAMES.items() if has_units(dtype, kind)]
+    units = [half for dtype, half in HALF_NAMES.items() if has_units(dtype, kind)]
     lacking = [] if has_units(default, kind) else [missing_units(default, kind)]
     if kind not in ("cpu", "cuda", "mps") or (kind == "cuda" and torch.version.hip is not None):
         units, lacking = ["not known; see the measurement"], []

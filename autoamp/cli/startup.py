@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from autoamp.cli import session
 from autoamp.cli.children import ChildReports, parents_folder
 from autoamp.cli.output import as_typed, say
-from autoamp.cli.session import Options
-from autoamp.cli.session import set_up as set_up_run
 from autoamp.errors import AutoampError, UsageError
 
 # `AUTOAMP_LISTS` is read wherever lists are.
@@ -38,6 +37,6 @@ def set_up() -> None:
 def set_up_child(options: Mapping[str, Any]) -> None:
     """Set up a process that a program under `autoamp run` started, as the program's own was."""
     folder = parents_folder()
-    run = set_up_run(Options(**options), count=folder is not None)
+    run = session.set_up(session.Options(**options), count=folder is not None)
     if folder is not None:
         ChildReports(run, folder).write_at_end()

@@ -89,11 +89,11 @@ def test_a_wrong_list_or_device_is_named_as_it_was_typed(
     [
         (["tune", *SEARCH, "missing.py"], "can't open file 'missing.py'"),
         (["replay", "a\0b"], "no capsule"),
+        (["report", "none.json"], "'none.json' cannot be read as a report"),
+        (["report", "none.json", "-o", "page.json"], "--output 'page.json' must end in .html"),
     ],
 )
-def test_what_is_not_there_is_named(
-    argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_file_is_named(argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(capsys, *argv)
 
 
