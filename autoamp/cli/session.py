@@ -26,7 +26,7 @@ from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LevelName, check_level
 from autoamp.memory import keep_freed_memory
 from autoamp.modules import AUTOCAST, ModuleCasts
-from autoamp.rules import CastTable, package_tables
+from autoamp.rules import package_tables
 from autoamp.runtime import BaseHandle, Handle, OnNonfinite, Runtime, runtime_of
 from autoamp.scaling import StaticLossScaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
@@ -253,17 +253,22 @@ class Run:
         """Return the report of the run up to now."""
         now, casts_some = runtime_of(self._now), isinstance(self._now, Handle)
         self._listening.close()
-        counts = sum_of(self._counts) if self._counts else None
+        counted, counts = bool(self._counts), sum_of(self._counts)
+        casts: Counter[str] = Counter()
+        for (_, after), count in sorted(counts.casts.items()):
+            casts[after] += count
         scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
         own = {} if scoped is None else {dtype_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
+        # A list of a package that was not imported has no effect.
+        absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
         return Report(
             program=program,
             opt_level=now.settings.opt_level or self.options.opt_level,
             device_type=now.settings.device_type if casts_some else None,
             dtype=self._dtype(now, own) if casts_some else None,
-            ops=None if counts is None else counts.by_dtype(),
-            casts=None if counts is None else _by_target(counts.casts),
-            functions=None if counts is None else counts.ops,
+            ops=counts.by_dtype() if counted else None,
+            casts=dict(casts) if counted else None,
+            functions=counts.ops if counted else None,
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
@@ -273,7 +278,7 @@ class Run:
             own_dtypes=own,
             parameters=self._parameters,
             masters=now.optimizers.has_masters,
-            lists=_lists_in_force(now.settings.table) if casts_some else [],
+            lists=[file for file in now.settings.table.sources if file not in absent] if casts_some else [],
             folder=self._folder,
             half_losses=list(self._half_losses.rows.values()),
             lost_params=len(self._half_losses.lost),
@@ -308,16 +313,3 @@ class Run:
             "scaling_left_to": yielded_to,
             "unused_scaler": self._scaling.has_unused_scaler and counts.own_scale is None,
         }
-
-
-def _lists_in_force(table: CastTable) -> list[str]:
-    """Return the files of the lists, without those of packages that were not imported."""
-    absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
-    return [source for source in table.sources if source not in absent]
-
-
-def _by_target(casts: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for (_, after), count in sorted(casts.items()):
-        found[after] += count
-    return dict(found)
