@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -192,30 +192,34 @@ class AutoScale(Subscriber):
             given = grad_tensors if grad_variables is None else grad_variables
             given = [] if given is None else as_list(given)
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            running = self._passes.joinable()
-            if running is not None:
-                self._join(running, run, roots, given, inputs)
-                return
-            running = None if create_graph or not self._is_ours(roots, given) else self._begin(roots, inputs)
+            outer = running = self._passes.joinable()
+            if len(given) not in (0, len(roots)):
+                # The program gets torch's own error.
+                running = None
+            elif outer is not None:
+                outer.take(*reached_by(roots, inputs), within=True)
+            elif not create_graph and self._is_ours(roots, given):
+                # Kept here for as long as the pass runs: guards refer to their optimizers weakly.
+                optimizers = list(self._known)
+                running = self._begin(optimizers, roots, inputs)
             if running is None:
                 run(tensors, grad_tensors, grad_variables=grad_variables)
                 return
             try:
                 with self._passes.claimed(running, roots):
-                    run(roots, scaled_gradients(roots, given, running.scale))
+                    run(roots, scaled_gradients(roots, given, running.scale, within=outer is not None))
             finally:
-                running.close()
-                self._passes.end(running)
+                if outer is None:
+                    running.close()
+                    self._passes.end(running)
 
         return backward
 
-    def _begin(self, roots: list[Any], inputs: Any) -> ScaledPass | None:
-        """Make the pass that begins at the roots; None if it reaches nothing that an optimizer steps."""
+    def _begin(self, optimizers: list[Any], roots: list[Any], inputs: Any) -> ScaledPass | None:
+        """Make the pass that begins at the roots; None if it reaches nothing that one of the optimizers steps."""
         owners: dict[int, list[StepGuard]] = {}
         sharded: list[StepGuard] = []
-        # With their optimizers, which a collection of garbage cannot take away from them so long.
-        guards = {self._optimizers.guard(optimizer): optimizer for optimizer in list(self._known)}
-        for guard in guards:
+        for guard in map(self._optimizers.guard, optimizers):
             params = guard.grads.params()
             for param in params:
                 owners.setdefault(id(param), []).append(guard)
@@ -237,7 +241,6 @@ class AutoScale(Subscriber):
             owners,
             # In fp16 a power of 2 below the end of its range.
             2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf,
-            keeps=guards,
             retained=self._retained,
             # The inf of one rank is to be seen by all.
             cleans=not shared,
@@ -251,30 +254,14 @@ class AutoScale(Subscriber):
             self._optimizers.program.tell(Subscriber.backward_begins, root, running.scale)
         return running
 
-    def _join(
-        self, running: ScaledPass, run: Callable[[Any, Any], None], roots: list[Any], given: list[Any], inputs: Any
-    ) -> None:
-        """Run a pass within a pass, such as a checkpoint's: given gradients have the scale, an implied 1 has not."""
-        if given and len(given) != len(roots):
-            run(roots, given)
-            return
-        gradients = []
-        for root, gradient in zip(roots, given or [None] * len(roots), strict=True):
-            implied = gradient is None and can_begin_at(root, None)
-            gradients.append(scaled_gradients([root], [], running.scale)[0] if implied else gradient)
-        running.take(*reached_by(roots, inputs), within=True)
-        with self._passes.claimed(running, roots):
-            run(roots, gradients)
-
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
-        """Whether to scale a pass. Not one that torch refuses: then the program gets torch's own error."""
+        """Whether to scale a pass. Not one that cannot begin: then the program gets torch's own error."""
         return (
             self.active
             and self._scaler.checks
             and self.yielded_to is None
             and not open_blocks.count
             and not torch.compiler.is_compiling()
-            and (not given or len(given) == len(roots))
             and all(map(can_begin_at, roots, given or [None] * len(roots)))
         )
 

@@ -89,7 +89,6 @@ class ScaledPass:
         scaler: Gives the scale, and hears of overflows.
         owners: The guards of the optimizers that step a tensor, by its id.
         largest_scale: The scale is no higher.
-        keeps: Objects that live as long as the pass, such as the optimizers, to which their guards refer weakly.
         retained: The tensors for which ``retain_grad()`` was called.
         cleans: As for `Flags`.
         now: Returns the pass that calls, None outside of passes.
@@ -104,14 +103,12 @@ class ScaledPass:
         owners: Mapping[int, list[StepGuard]],
         largest_scale: float,
         *,
-        keeps: object,
         retained: Iterable[Tensor],
         cleans: bool,
         now: Callable[[], ScaledPass | None],
     ) -> None:
         self.scale = scale = min(scaler.loss_scale, largest_scale)
         self._owners = owners
-        self._keeps = keeps
         self._retained = retained
         self._now = now
         self._flags = Flags(scaler.unread.blank, cleans=cleans)
@@ -273,10 +270,22 @@ def can_begin_at(root: Any, gradient: Any) -> bool:
     return root.numel() == 1 if gradient is None else isinstance(gradient, Tensor) and gradient.shape == root.shape
 
 
-def scaled_gradients(roots: Sequence[Tensor], given: Sequence[Any], scale: float) -> list[Tensor]:
-    """Return the gradients of the roots, 1 where none is given, times the scale."""
-    pairs = zip(roots, given or [None] * len(roots), strict=True)
-    return [(torch.ones_like(root) if gradient is None else gradient) * scale for root, gradient in pairs]
+def scaled_gradients(roots: Sequence[Any], given: Sequence[Any], scale: float, *, within: bool) -> list[Any]:
+    """Return the gradients of the roots, 1 where none is given, times the scale.
+
+    Args:
+        roots: Where the pass begins.
+        given: A gradient, or None, for each root; or nothing.
+        scale: The scale.
+        within: Whether the pass is a part of another, such as a checkpoint's: gradients that are given have its scale.
+    """
+    gradients = list(given) or [None] * len(roots)
+    for place, (root, gradient) in enumerate(zip(roots, gradients, strict=True)):
+        if gradient is not None:
+            gradients[place] = gradient if within else gradient * scale
+        elif can_begin_at(root, None):
+            gradients[place] = torch.ones_like(root) * scale
+    return gradients
 
 
 def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], set[Any]]:
