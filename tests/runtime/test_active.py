@@ -12,7 +12,7 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
-from tests.runtime.shared import BF16, FULL, HALF, in_thread, init, ones, patched, region, runs_in
+from tests.runtime.shared import BF16, FULL, HALF, Training, in_thread, init, patched, region, runs_in, steps
 
 
 def test_a_region_with_other_settings_suspends_the_handle_and_brings_it_back() -> None:
@@ -34,23 +34,18 @@ def test_a_region_with_other_settings_suspends_the_handle_and_brings_it_back() -
 
 
 def test_a_skip_that_is_due_survives_a_region_with_other_settings() -> None:
-    handle = init()
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = model.weight.detach().clone()
-    with handle.scale_loss(model(ones()).sum() * float("inf"), optimizer) as scaled:
+    handle, training = init(), Training()
+    before = training.model.weight.detach().clone()
+    with handle.scale_loss(training.loss(float("inf")), training.optimizer) as scaled:
         scaled.backward()
     with region(dtype=BF16):
         assert runs_in() is BF16
-    optimizer.step()
+    training.optimizer.step()
     assert handle.last_step_skipped
-    assert torch.equal(model.weight, before)
-    optimizer.zero_grad()
-    with handle.scale_loss(model(ones()).sum() * 1e-3, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    assert torch.equal(training.model.weight, before)
+    training.optimizer.zero_grad()
+    steps(handle, training, 1.0)
     assert not handle.last_step_skipped
-    assert not torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("when", ["before", "within"])

@@ -199,10 +199,10 @@ def test_repr_tells_dtype_device_lists_scale_skips_and_whether_it_is_active() ->
 
 
 def test_repr_tells_the_level_each_scale_and_the_skips() -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training()
+    model, optimizer = training.model, training.optimizer
     autoamp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, device_type="cpu", num_losses=2)
-    with autoamp.scale_loss(model(torch.ones(1, 2)).sum() * 1e6, optimizer, loss_id=1) as scaled_loss:
+    with autoamp.scale_loss(training.loss(float("inf")), optimizer, loss_id=1) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
     found = repr(autoamp.current_handle())
@@ -227,12 +227,7 @@ def test_disabled_nothing_happens(training: Training) -> None:
         scaled.backward()
     assert vars(optimizer) == before
     optimizer.step()
-    with (
-        handle.disable_casts(),
-        handle.inference(model) as same,
-        handle.override(model),
-        handle.override(model, "fp32"),
-    ):
+    with handle.disable_casts(), handle.inference(model) as same, handle.override(model, "fp32"):
         assert same is model
         assert model(training.inputs).dtype is torch.float32
     handle.cache.clear()

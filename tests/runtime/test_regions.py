@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import autoamp
 from autoamp.errors import ListFileError, UsageError
 from autoamp.runtime import Handle, NoOpHandle
-from tests.runtime.shared import FULL, HALF, in_thread, init, ones, patched, region, runs_in
+from tests.runtime.shared import FULL, HALF, Training, in_thread, init, patched, region, runs_in, steps
 
 
 def test_a_region_patches_for_the_block_alone_on_its_thread() -> None:
@@ -64,17 +63,13 @@ def test_a_region_without_settings_or_with_the_same_is_served_by_the_active_hand
 
 
 def test_training_within_a_region() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = model.weight.detach().clone()
-    block = region(loss_scale=8.0)
-    with block as handle:
-        with handle.scale_loss(model(ones()).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    assert torch.allclose(model.weight, before - 0.1 * 2.0, atol=1e-3)
-    with pytest.raises(UsageError, match="not active"), handle.scale_loss(model(ones()).sum(), optimizer):
-        pytest.fail("a handle that is not active scales no loss")
+    training = Training()
+    before = training.model.weight.detach().clone()
+    with region(loss_scale=8.0) as handle:
+        steps(handle, training, 1.0)
+    assert not torch.equal(training.model.weight, before)
+    with pytest.raises(UsageError, match="not active"):
+        steps(handle, training, 1.0)
 
 
 def test_a_disabled_region() -> None:
