@@ -15,8 +15,7 @@ from autoamp.runtime.api import (
     register_half_function,
     register_promote_function,
 )
-from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
-from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.runtime import Runtime, suspended
 from autoamp.runtime.settings import OnNonfinite, Settings, check_device, device_type_of
 

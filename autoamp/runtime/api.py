@@ -17,8 +17,7 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
-from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
-from autoamp.runtime.no_op import NoOpHandle
+from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
