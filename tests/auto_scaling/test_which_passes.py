@@ -153,15 +153,6 @@ def test_blocks_of_the_program_are_its_own(handle: autoamp.Handle, scaling: Auto
     assert scaling.yielded_to is None
 
 
-def test_auto_scale_begins_anew_after_a_training_with_mixed_precision_of_its_own(handle: autoamp.Handle) -> None:
-    with handle.auto_scale() as scaling, torch.autocast("cpu", torch.bfloat16):
-        assert scaling.yielded_to == "torch.autocast"
-    with handle.auto_scale() as scaling:
-        torch.amp.GradScaler("cpu").scale(torch.ones(()))
-        assert scaling.yielded_to == "torch.amp.GradScaler"
-    assert handle.auto_scale().yielded_to is None
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_auto_scale_yields_to_a_grad_scaler(handle: autoamp.Handle, before: bool) -> None:
     model, optimizer, x = make()
@@ -195,8 +186,10 @@ def test_auto_scale_yields_to_autocast(scaling: AutoScale) -> None:
         pass
     assert scaling.yielded_to is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        pass
-    assert scaling.yielded_to == "torch.autocast"
+        assert scaling.yielded_to == "torch.autocast"
+    scaling.stop()
+    # Another training begins anew.
+    assert scaling.start().yielded_to is None
 
 
 def test_master_weights_need_scale_loss() -> None:

