@@ -319,7 +319,7 @@ class _State(UserDict[Any, Any]):
         return self._stepped(parameter) in self.data
 
 
-def _owner() -> StepOwner:
+def _owner() -> StepOwner[StepGuard]:
     """Return what the guard of an `FP16_Optimizer` asks and tells: the active handle, if there is one."""
     runtime = current_runtime()
     return StepOwner() if runtime is None else runtime.optimizers

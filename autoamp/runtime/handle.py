@@ -126,7 +126,7 @@ class BaseHandle(TrainingHandle):
         """
         run = self._active_runtime
         if run.recording is None or not run.recording.active:
-            run.recording = ReportRecording(run, sample=sample).start()
+            run.recording = run.new_recording(sample=sample).start()
         return run.recording
 
     def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class BaseHandle(TrainingHandle):
         Raises:
             UsageError: Nothing was recorded, Jinja2 is not installed for a page, or the file cannot be written.
         """
-        found = report_of(self._runtime)
+        found = report_of(self._runtime.recording, self._runtime.nonfinite, self.settings.table)
         if path is not None:
             write_report(path, found)
         return found
@@ -316,7 +316,7 @@ class NoOpHandle(BaseHandle):
 
     def record(self, *, sample: bool = True) -> ReportRecording:
         """Return a recording that has ended."""
-        recording = self._runtime.recording = ReportRecording(self._runtime, sample=sample)
+        recording = self._runtime.recording = self._runtime.new_recording(sample=sample)
         recording.stop()
         return recording
 

@@ -113,6 +113,11 @@ class Runtime:
         if not self.patched.in_place:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
 
+    def new_recording(self, *, sample: bool) -> ReportRecording:
+        """Return a recording that has not begun; see `Handle.record`."""
+        half_losses = self.half_losses or HalfLosses()
+        return ReportRecording(self.optimizers, self.overflows, self.followers, half_losses, sample=sample)
+
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
         self.patched.patch(self.settings, self.observation, registered)

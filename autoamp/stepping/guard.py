@@ -60,7 +60,9 @@ class StepGuard:
         compared_settings: Whether settings were compared with the ranks that step together with this one.
     """
 
-    def __init__(self, optimizer: Any, owner: Callable[[], StepOwner], *, masters: MasterWeights | None = None) -> None:
+    def __init__(
+        self, optimizer: Any, owner: Callable[[], StepOwner[StepGuard]], *, masters: MasterWeights | None = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedMethod] | None = None
         self._owner = owner
@@ -72,7 +74,7 @@ class StepGuard:
         self.scaled = self.backward_seen = self.compared_settings = False
 
     @property
-    def owner(self) -> StepOwner:
+    def owner(self) -> StepOwner[StepGuard]:
         """What it asks and tells now."""
         return self._owner()
 

@@ -19,7 +19,7 @@ from autoamp.stepping.setting_warnings import check_optimizer
 from autoamp.stepping.skips import StepCounts, StepOwner
 
 
-class Guards(StepOwner):
+class Guards(StepOwner[StepGuard]):
     """Guards of optimizers, each made when it is first asked for, and kept as long as its optimizer lives.
 
     Args:

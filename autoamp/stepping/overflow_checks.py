@@ -260,7 +260,7 @@ class PendingChecks:
             block or pass until the next one have to hear of those that have one.
     """
 
-    def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner]) -> None:
+    def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner[Any]]) -> None:
         self.own_scalers: Sequence[LossScaler] = ()
         self.asked: RequestedGroup | None = None
         self.checks: list[OverflowCheck] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat
+from typing import Any, Generic, SupportsFloat, TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,11 @@ from autoamp.scaling import LossScaler, RequestedGroup, UnreadFlags
 logger = logging.getLogger(__name__)
 
 
-class StepOwner:
+# The class of the guards, which a file above this one has.
+Guard = TypeVar("Guard")
+
+
+class StepOwner(Generic[Guard]):
     """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
 
     program = Program()
@@ -43,10 +47,10 @@ class StepOwner:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
         return None
 
-    def refuse_scaled(self, guard: Any) -> None:
+    def refuse_scaled(self, guard: Guard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
 
-    def step_begins(self, guard: Any) -> None:
+    def step_begins(self, guard: Guard) -> None:
         """Called at each step, before it is taken or skipped."""
 
     def step_skipped(self) -> None:
@@ -107,7 +111,7 @@ class Skips:
         has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
-    def __init__(self, name: str, owner: Callable[[], StepOwner]) -> None:
+    def __init__(self, name: str, owner: Callable[[], StepOwner[Any]]) -> None:
         self.steps = self.total = self.in_a_row_known = 0
         self.step = self.last_skip = Step()
         self.owner = owner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,10 @@ SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "kernels"}
 
 # Private names of torch's that some classes here have as well.
 OF_TORCH = (torch.Tensor, torch.nn.LSTM(1, 1), torch.autocast("cpu"))
+
+# Where runtime, stepping and diagnostics meet: by these names the objects are the package's own, whose types are known.
+TYPED_PACKAGES = ("auto_scaling", "diagnostics", "levels", "runtime", "stepping")
+TYPED_NAMES = re.compile("_?(handle|runtime|run|guard|watch|owner|registry)")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in FILES}
@@ -157,6 +162,20 @@ def private_names(source: str) -> tuple[set[str], dict[str, int]]:
     return {name for name in given if is_private(name)}, read
 
 
+def untyped_owners(source: str) -> list[str]:
+    """Return the parameters and attributes of a source text that have one of `TYPED_NAMES`, and are `Any`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case (
+                ast.arg(arg=name, annotation=ast.Name(id="Any"))
+                | ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="Any"))
+                | ast.AnnAssign(target=ast.Attribute(attr=name), annotation=ast.Name(id="Any"))
+            ) if TYPED_NAMES.fullmatch(name):
+                found.append(f"line {node.lineno}: {name}")
+    return found
+
+
 def is_private(name: str) -> bool:
     """Whether a name is for the file alone that defines it."""
     return name.startswith("_") and not name.endswith("__")
@@ -209,6 +228,12 @@ def test_nobody_reads_a_private_name_of_another_file() -> None:
     assert found == []
 
 
+@pytest.mark.parametrize("package", TYPED_PACKAGES)
+def test_owners_are_typed(package: str) -> None:
+    paths = [path for path in FILES if package_of(path) == package]
+    assert [f"{path.relative_to(PACKAGE)} {one}" for path in paths for one in untyped_owners(TEXTS[path])] == []
+
+
 # -- the checks themselves --
 
 
@@ -244,6 +269,12 @@ def test_large_files_and_classes_are_found() -> None:
     assert violations_of_size("x.py", f"class A:\n{methods}") == ["A in x.py"]
     assert violations_of_size("x.py", "\n" * (MAX_FILE_LINES + 1)) == ["x.py"]
     assert violations_of_size("x.py", "class A:\n    def f(self): self.a = 1") == []
+
+
+@pytest.mark.parametrize("source", ["def f(handle: Any): ...", "class A:\n    run: Any", "self._guard: Any = None"])
+def test_an_owner_of_any_type_is_found(source: str) -> None:
+    assert len(untyped_owners(source)) == 1
+    assert untyped_owners(source.replace("Any", "Handle")) == []
 
 
 def test_private_names_are_found() -> None:

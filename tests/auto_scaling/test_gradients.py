@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.auto_scaling import AutoScale
+from autoamp.program import Subscriber
 from autoamp.runtime import runtime_of
 from tests.auto_scaling.programs import NO_CASTS, assert_equal, gradients, make
 
@@ -21,9 +22,15 @@ def scaled(function: Callable[[], Any]) -> Any:
     """Run a function under automatic scaling, and see that its passes were scaled."""
     handle = autoamp.init(**NO_CASTS)
     seen: list[float] = []
-    watch: Any = runtime_of(handle).optimizers.watch
-    told = watch.loss_scaled
-    watch.loss_scaled = lambda loss, scale: (seen.append(float(scale)), told(loss, scale))
+    program: Any = runtime_of(handle).optimizers.program
+    tell = program.tell
+
+    def noted(event: Any, *args: Any) -> Any:
+        if event is Subscriber.backward_begins:
+            seen.append(float(args[1]))
+        return tell(event, *args)
+
+    program.tell = noted
     with handle.auto_scale():
         result = function()
     assert seen

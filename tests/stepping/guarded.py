@@ -14,7 +14,7 @@ from autoamp.scaling import DynamicLossScaler, LossScaler
 from autoamp.stepping import StepGuard, StepOwner, scaled_block
 
 
-class Owner(StepOwner):
+class Owner(StepOwner[StepGuard]):
     """Casts nothing, and counts skips."""
 
     def __init__(self) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 
 from autoamp.diagnostics.capsule import versions
 from autoamp.diagnostics.exponents import FORMATS
+from autoamp.diagnostics.nonfinite import NonFiniteSteps
 from autoamp.diagnostics.report.recording import ReportRecording
 from autoamp.diagnostics.tables import counted
 from autoamp.errors import UsageError
+from autoamp.rules import CastTable
+from autoamp.stepping import GuardedOptimizers
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import compiled_graphs
 
@@ -27,11 +30,13 @@ _FAULTS = {
 _NAMES = {"scale_search": "scale search", **_FAULTS, "not_located": "not located", "unexplained": "unexplained"}
 
 
-def report_of(handle: Any) -> dict[str, Any]:
+def report_of(recording: ReportRecording | None, nonfinite: NonFiniteSteps, table: CastTable) -> dict[str, Any]:
     """Return the recording of a run as plain JSON values.
 
     Args:
-        handle: The `Runtime` of the run.
+        recording: The recording; None if nothing was recorded.
+        nonfinite: Found steps without a loss scale whose loss or gradients held inf or nan.
+        table: The rules of the run.
 
     Returns:
         ``schema``, ``kind``, ``dtype``, ``device_type``, ``verdict``, ``faults``, ``roundings``, ``nonfinite_steps``,
@@ -41,11 +46,10 @@ def report_of(handle: Any) -> dict[str, Any]:
     Raises:
         UsageError: Nothing was recorded.
     """
-    recording: ReportRecording | None = handle.recording
     if recording is None:
         raise UsageError("report() needs a recording; call handle.record() before training")
-    samples, check, settings = recording.samples, recording.check, handle.settings
-    skips, inferences = _skips(recording), _inferences(handle)
+    samples, check, casts = recording.samples, recording.check, recording.optimizers.casts
+    skips, inferences = _skips(recording), _inferences(recording)
     faults = [
         {"step": one.iteration, "sentence": sentence, "overflow": one.to_dict(), "remedy": one.suggestion}
         for sentence, one in check.faults
@@ -55,23 +59,23 @@ def report_of(handle: Any) -> dict[str, Any]:
     document: dict[str, Any] = plain({
         "schema": SCHEMA,
         "kind": KIND,
-        "dtype": dtype_name(settings.dtype),
-        "device_type": settings.device_type,
-        "verdict": _verdict(handle, recording, inferences, skips, [*faults, *roundings]),
+        "dtype": dtype_name(casts.dtype),
+        "device_type": casts.device_type,
+        "verdict": _verdict(recording, inferences, skips, [*faults, *roundings]),
         "faults": faults,
         "roundings": roundings,
-        "nonfinite_steps": {"total": handle.nonfinite.total, "sentences": handle.nonfinite.sentences},
+        "nonfinite_steps": {"total": nonfinite.total, "sentences": nonfinite.sentences},
         "inferences": inferences,
         "half_losses": list(recording.half_losses.rows.values()),
-        "remedies": remedies([*faults, *roundings, *skips["groups"], *inferences["causes"]], settings.table),
+        "remedies": remedies([*faults, *roundings, *skips["groups"], *inferences["causes"]], table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
         "samples": {"steps": samples.steps, "compared": check.compared},
         "trace": {"rows": trace["rows"] + trace["unlisted"]},
         "values": {
-            "loss_scale": handle.optimizers.scalers[0].loss_scale, "formats": FORMATS, **samples.values.tables(),
+            "loss_scale": recording.optimizers.scalers[0].loss_scale, "formats": FORMATS, **samples.values.tables(),
         },
-        "lists": settings.table.sources,
+        "lists": table.sources,
         "coverage": _coverage(recording),
         "versions": versions(),
     })  # fmt: skip
@@ -114,16 +118,16 @@ def failures(document: Mapping[str, Any], what: str) -> list[str]:
     return found
 
 
-def _inferences(handle: Any) -> dict[str, Any]:
+def _inferences(recording: ReportRecording) -> dict[str, Any]:
     """Return how many calls of models with gradients off were looked at, and what made inf or nan in them."""
-    looked = handle.overflows.recorder.inferences
+    looked = recording.overflows.recorder.inferences
     if looked is None:
         return {"calls": 0, "nonfinite": 0, "sentence": None, "causes": []}
     causes = [{"sentence": one.cause, "overflow": one.to_dict()} for one in looked.found]
     return {"calls": looked.calls, "nonfinite": looked.nonfinite, "sentence": looked.sentence, "causes": causes}
 
 
-def remedies(overflows: Iterable[Mapping[str, Any]], table: Any) -> list[dict[str, Any]]:
+def remedies(overflows: Iterable[Mapping[str, Any]], table: CastTable) -> list[dict[str, Any]]:
     """Return entries for a list file: ``policy``, ``op``, ``evidence``, and ``now``, the rule in force.
 
     The policy is ``"fp32"``, or ``"modules"`` where ``op`` is a class of modules that is to run in fp32.
@@ -174,7 +178,6 @@ def _skips(recording: ReportRecording) -> dict[str, Any]:
 
 
 def _verdict(
-    handle: Any,
     recording: ReportRecording,
     inferences: Mapping[str, Any],
     skips: Mapping[str, Any],
@@ -195,17 +198,17 @@ def _verdict(
         sentence += ": " + ", ".join(f"{count} {_NAMES[kind]}" for kind, count in counts.items())
     located = [group["overflow"] for group in skips["groups"] if group["kind"] in _FAULTS]
     forward = next((one for one in located if one["phase"] == "forward"), None)
-    unchecked = _unchecked(handle, recording.check.compared)
+    unchecked = _unchecked(recording.optimizers, recording.check.compared)
     if faults:
         sentence = f"{faults[0]['sentence']}; {sentence}"
-    elif not handle.overflows.always:
+    elif not recording.overflows.always:
         sentence += "; overflows were not traced"
     elif forward is not None:
         sentence += "; forward overflow" + (f" in {forward['op']}" if forward["op"] else "")
         sentence += f" at {forward['location']}" if forward["location"] else ""
     else:
         sentence += f"; {unchecked or 'no forward overflow'}"
-    if not handle.optimizers.loss_scalers.has_dynamic:
+    if not recording.optimizers.loss_scalers.has_dynamic:
         sentence += "; the loss scale is fixed"
     losses = list(recording.half_losses.rows.values())
     if losses:
@@ -220,14 +223,13 @@ def _verdict(
     return {"sentence": sentence, "level": "bad" if is_bad else "unclear" if unclear else "good"}
 
 
-def _unchecked(handle: Any, compared: int) -> str | None:
+def _unchecked(optimizers: GuardedOptimizers, compared: int) -> str | None:
     """Return why no gradient was checked for overflows, None where some were.
 
     Args:
-        handle: The `Runtime` of the run.
+        optimizers: Those of the run.
         compared: How many steps were compared with fp32.
     """
-    optimizers = handle.optimizers
     looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
     if not any(scaler.checks for scaler in optimizers.step_stats.own or optimizers.scalers):
         return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import Any
 
 import torch
 
 from autoamp.diagnostics.half_losses import HalfLosses
-from autoamp.diagnostics.observer import Call, Observer, Watch
+from autoamp.diagnostics.monitors import Followers
+from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
+from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import ValueProfile
 from autoamp.diagnostics.report.step_check import StepCheck
 from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.program import listen
+from autoamp.stepping import GuardedOptimizers
 from autoamp.torch_private import DispatchMode, dispatch_modes
 
 # A sample ends after so many calls of listed functions: a program that only evaluates makes no step.
@@ -31,7 +33,7 @@ class Samples(Observer):
     """Samples the steps 0, 10 and 100, and each 1000th, and adds up their casts and values.
 
     Args:
-        handle: The `Runtime` of the run.
+        observation: The observers of patched functions.
 
     Attributes:
         steps: The numbers of the sampled steps.
@@ -39,11 +41,11 @@ class Samples(Observer):
         values: The exponents of all samples.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, observation: Observation) -> None:
         self.steps: list[int] = []
-        self.trace = CastTrace(handle.observation)
-        self.values = ValueProfile(handle.observation)
-        self._observation = handle.observation
+        self.trace = CastTrace(observation)
+        self.values = ValueProfile(observation)
+        self._observation = observation
         # Of the running sample: what ends it, its thread, and the number of its calls.
         self._running: contextlib.ExitStack | None = None
         self._thread = 0
@@ -92,40 +94,53 @@ class ReportRecording(Watch):
     """The recording from ``handle.record()`` on, until `stop`, or the end of a ``with`` statement.
 
     Args:
-        handle: The `Runtime` of the run.
+        optimizers: The optimizers whose steps are recorded.
+        overflows: Explains their skips.
+        followers: Are called after their steps.
+        half_losses: Looks for what half precision loses without an inf.
         sample: Whether some steps are sampled.
 
     Attributes:
+        optimizers: As given.
+        overflows: As given.
+        half_losses: As given.
         steps: The number of optimizer steps, skips included.
         scales: The loss scales, each with the first step that had it.
         skips: The step, the scale and the `Overflow` of each skip; None for a skip that was not explained.
         samples: Casts and values of some steps.
         check: Comparisons of some steps with fp32.
-        half_losses: What half precision lost without an inf.
     """
 
-    def __init__(self, handle: Any, *, sample: bool = True) -> None:
+    def __init__(
+        self,
+        optimizers: GuardedOptimizers,
+        overflows: OverflowTrace,
+        followers: Followers,
+        half_losses: HalfLosses,
+        *,
+        sample: bool = True,
+    ) -> None:
         super().__init__(self._end)
         self.steps = 0
         self.scales: list[tuple[int, float]] = []
         self.skips: list[tuple[int, float, Overflow | None]] = []
-        self.samples = Samples(handle)
-        self.check = StepCheck(handle)
-        self.half_losses: HalfLosses = handle.half_losses or HalfLosses()
-        self._handle = handle
+        self.samples = Samples(overflows.observation)
+        self.check = StepCheck(overflows)
+        self.optimizers, self.overflows, self.half_losses = optimizers, overflows, half_losses
+        self._followers = followers
         self._sample = sample
-        self._skipped_before = handle.optimizers.step_stats.skipped
+        self._skipped_before = optimizers.step_stats.skipped
         self._stack = contextlib.ExitStack()
 
     def start(self) -> ReportRecording:
         """Begin with the coming step."""
-        stack, overflows = self._stack, self._handle.overflows
-        stack.callback(self._handle.followers.add(self._stepped, after_skips=True))
+        stack, overflows = self._stack, self.overflows
+        stack.callback(self._followers.add(self._stepped, after_skips=True))
         stack.enter_context(listen(optimizer_called=lambda *_: self.check.compare(self.steps)))
         overflows.listeners.append(self._overflowed)
         stack.callback(overflows.listeners.remove, self._overflowed)
         if self._sample:
-            stack.enter_context(self._handle.observation.observe(self.samples))
+            stack.enter_context(overflows.observation.observe(self.samples))
             self.samples.await_step(0)
             if not self.half_losses.active:
                 self.half_losses.start()
@@ -151,20 +166,20 @@ class ReportRecording(Watch):
 
     def _waits_for_device(self) -> bool:
         """Whether reading the scale would wait for the device, which only the end of the recording may do."""
-        return self.active and any(len(scaler.unread) for scaler in self._handle.optimizers.scalers)
+        return self.active and any(len(scaler.unread) for scaler in self.optimizers.scalers)
 
     def _note_scale(self) -> None:
         if not self._waits_for_device() and self.scales[-1][1] != (scale := self._scale()):
             self.scales.append((self.steps, scale))
 
     def _scale(self) -> float:
-        return float(self._handle.optimizers.step_stats.loss_scale(self._handle.optimizers.scalers[0].loss_scale))
+        return float(self.optimizers.step_stats.loss_scale(self.optimizers.scalers[0].loss_scale))
 
     def _note_skips(self) -> None:
         """Note the skips that were not explained."""
-        if self._handle.overflows.always or self._waits_for_device():
+        if self.overflows.always or self._waits_for_device():
             return
-        skipped = self._handle.optimizers.step_stats.skipped - self._skipped_before
+        skipped = self.optimizers.step_stats.skipped - self._skipped_before
         self.skips += [(self.steps, self.scales[-1][1], None)] * (skipped - len(self.skips))
 
     def _overflowed(self, found: Overflow) -> None:

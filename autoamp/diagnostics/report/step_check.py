@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 from autoamp.diagnostics.findings import half_precision_finding
 from autoamp.diagnostics.half_losses import is_sampled
+from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.roundings import Errors, Rounding, errors_of, find_rounding
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
@@ -29,7 +29,7 @@ class StepCheck:
     """Compares steps that are about to be taken with fp32, by the tapes that `OverflowTrace` recorded.
 
     Args:
-        handle: The `Runtime` of the run. Nothing is compared unless it traces overflows.
+        overflows: Records the steps. Nothing is compared unless it records all of them.
 
     Attributes:
         faults: The ops that overflowed in steps that were not skipped, each with what was found in words.
@@ -39,17 +39,17 @@ class StepCheck:
         unchecked: Why the last step that could not be compared was not; None if all were.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, overflows: OverflowTrace) -> None:
         self.faults: list[tuple[str, Overflow]] = []
         self.roundings: list[tuple[int, Rounding]] = []
         self.farthest: Errors | None = None
         self.compared = 0
         self.unchecked: str | None = None
-        self._handle = handle
+        self._overflows = overflows
 
     def compare(self, step: int) -> None:
         """Compare the coming step with fp32, if its number, from 0, is 0, 1, 4, 16 and so on."""
-        if not (self._handle.overflows.always and (step == 0 or is_sampled(step))):
+        if not (self._overflows.always and (step == 0 or is_sampled(step))):
             return
         try:
             self._compare(step)
@@ -61,9 +61,9 @@ class StepCheck:
 
     def _compare(self, step: int) -> None:
         """Find the first op that overflows in half precision, if that changes gradients, or else ops that round."""
-        run = self._handle
-        evidence = run.overflows.evidence(run.overflows.recorder.step, 1.0)
-        with run.observation.quietly(), run.casts.switched(False, forced_off=True):
+        observation = self._overflows.observation
+        evidence = self._overflows.evidence(self._overflows.recorder.step, 1.0)
+        with observation.quietly(), observation.casts.switched(False, forced_off=True):
             half = evidence.follow()
             # If gradients are not finite the step will be skipped, and that overflow is explained.
             if half.at_gradients:
