@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoamp.auto_scaling.backward_pass import (
-    ScaledPass,
-    can_begin_at,
-    reached_by,
-    scaled_gradients,
-)
+from autoamp.auto_scaling.backward_pass import Flags, ScaledPass, can_begin_at, reached_by, scaled_gradients
 from autoamp.auto_scaling.hooks import GradientHook, PostAccumulateHook, RunningPasses, is_ours
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
@@ -236,16 +231,12 @@ class AutoScale(Subscriber):
         checkpoints = any("Checkpoint" in node.name() for node in nodes)
         if not sharded and not checkpoints and owners.keys().isdisjoint(map(id, leaves)):
             return None
-        running = ScaledPass(
-            self._scaler,
-            owners,
-            # In fp16 a power of 2 below the end of its range.
-            2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf,
-            retained=self._retained,
-            # The inf of one rank is to be seen by all.
-            cleans=not shared,
-            now=self._passes.now,
-        )
+        # In fp16 a power of 2 below the end of its range.
+        largest = 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
+        # The inf of one rank is to be seen by all.
+        flags = Flags(self._scaler.unread.blank, cleans=not shared)
+        scale = min(self._scaler.loss_scale, largest)
+        running = ScaledPass(self._scaler, scale, flags, owners, self._retained, self._passes.now)
         for guard in sharded:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
             running.concern(guard)

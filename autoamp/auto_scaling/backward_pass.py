@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -82,38 +83,30 @@ class PassCheck(OverflowCheck):
         return self._flags.flagged() if self._flags.cleans else ()
 
 
+@dataclass(eq=False)
 class ScaledPass:
     """One backward pass that is scaled, with all that run within its functions.
 
-    Args:
-        scaler: Gives the scale, and hears of overflows.
-        owners: The guards of the optimizers that step a tensor, by its id.
-        largest_scale: The scale is no higher.
-        retained: The tensors for which ``retain_grad()`` was called.
-        cleans: As for `Flags`.
-        now: Returns the pass that calls, None outside of passes.
-
     Attributes:
+        scaler: Is told of overflows.
         scale: The scale of the pass.
+        flags: What is found in the gradients.
+        owners: The guards of the optimizers that step a tensor, by its id.
+        retained: The tensors for which ``retain_grad()`` was called.
+        now: Returns the pass that calls, None outside of passes.
     """
 
-    def __init__(
-        self,
-        scaler: LossScaler,
-        owners: Mapping[int, list[StepGuard]],
-        largest_scale: float,
-        *,
-        retained: Iterable[Tensor],
-        cleans: bool,
-        now: Callable[[], ScaledPass | None],
-    ) -> None:
-        self.scale = scale = min(scaler.loss_scale, largest_scale)
-        self._owners = owners
-        self._retained = retained
-        self._now = now
-        self._flags = Flags(scaler.unread.blank, cleans=cleans)
-        self._check = PassCheck(scaler, scale, self._flags)
-        self._factor = functools.cache(lambda device: torch.full((), 1.0 / scale, dtype=torch.float32, device=device))
+    scaler: InitVar[LossScaler]
+    scale: float
+    flags: Flags
+    owners: Mapping[int, list[StepGuard]]
+    retained: Iterable[Tensor]
+    now: Callable[[], ScaledPass | None]
+
+    def __post_init__(self, scaler: LossScaler) -> None:
+        factor = 1.0 / self.scale
+        self._check = PassCheck(scaler, self.scale, self.flags)
+        self._factor = functools.cache(lambda device: torch.full((), factor, dtype=torch.float32, device=device))
         # By the id of a leaf whose gradients get true values as they arrive: the leaf, the hook there, and whether its
         # gradient, if nobody else writes it, is finite wherever all that arrives is.
         self._arrivals: dict[int, tuple[Any, Any, bool]] = {}
@@ -136,21 +129,21 @@ class ScaledPass:
                 tensor.retain_grad()
             elif not self.knows(tensor) and not (within and self._passes_on(tensor)):
                 leaves.append(tensor)
-        inner = [one for one in list(self._retained) if one.grad_fn in nodes and id(one) not in self._inner]
+        inner = [one for one in list(self.retained) if one.grad_fn in nodes and id(one) not in self._inner]
         for tensor in (*leaves, *inner):
             # Made here, where the streams of all that runs wait for what this one does.
-            self._flags.get(tensor)
+            self.flags.get(tensor)
             self._factor(tensor.device)
         for leaf in leaves:
             hook = register_first(leaf, OurHook(self._arrived, leaf))
             self._arrivals[id(leaf)] = leaf, hook, self._adds_to_checked(leaf)
         self._inner.update({id(tensor): _InnerGradient(self, tensor) for tensor in inner})
-        for guard in dict.fromkeys(guard for leaf in leaves for guard in self._owners.get(id(leaf), ())):
+        for guard in dict.fromkeys(guard for leaf in leaves for guard in self.owners.get(id(leaf), ())):
             self.concern(guard)
 
     def _passes_on(self, leaf: Tensor) -> bool:
         """Tell a copy that a function made of its input, to read its ``.grad``, from a leaf that the program knows."""
-        if not isinstance(leaf, Parameter) and id(leaf) not in self._owners and leaf.grad is None:
+        if not isinstance(leaf, Parameter) and id(leaf) not in self.owners and leaf.grad is None:
             self._passed_on[id(leaf)] = leaf
         return self._passed_on.get(id(leaf)) is leaf
 
@@ -160,7 +153,7 @@ class ScaledPass:
             return True
         # A sum of finite halves may be inf.
         return leaf.dtype not in HALF_DTYPES and not any(
-            guard.pending.checked.unchecked([leaf]) for guard in self._owners.get(id(leaf), ())
+            guard.pending.checked.unchecked([leaf]) for guard in self.owners.get(id(leaf), ())
         )
 
     def concern(self, guard: StepGuard) -> None:
@@ -179,27 +172,27 @@ class ScaledPass:
         check = self._check
         if check.overflowed is not None:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
-            self._check = PassCheck(check.scaler, self.scale, self._flags, earlier=check)
-        for guard in self._owners.get(id(leaf), ()):
+            self._check = PassCheck(check.scaler, self.scale, self.flags, earlier=check)
+        for guard in self.owners.get(id(leaf), ()):
             self.concern(guard)
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
-        factor, flag = self._factor(tensor.device), self._flags.get(tensor)
-        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self._flags.cleans)
+        factor, flag = self._factor(tensor.device), self.flags.get(tensor)
+        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self.flags.cleans)
 
     @torch.no_grad()
     def still_overflowed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return nan in place of what a hook made of a gradient that overflowed, where other ranks are to see it."""
-        if self._flags.cleans or gradient.layout is not torch.strided:
+        if self.flags.cleans or gradient.layout is not torch.strided:
             return gradient
         # The flag has shape (1,). A gradient without dimensions needs one without.
-        return torch.where(self._flags.get(leaf).reshape(()) != 0, math.nan, gradient)
+        return torch.where(self.flags.get(leaf).reshape(()) != 0, math.nan, gradient)
 
     def is_now(self) -> bool:
         """Whether this pass calls."""
-        return self._now() is self
+        return self.now() is self
 
     def close(self) -> None:
         """Take the hooks back, and give true gradients to what has them scaled as yet."""
@@ -213,7 +206,7 @@ class ScaledPass:
             hook.remove()
             # A hook of the program may return or write another gradient than the one that arrived.
             if is_sure and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
-                for guard in self._owners.get(id(leaf), ()):
+                for guard in self.owners.get(id(leaf), ()):
                     guard.pending.checked.note([leaf])
         self._passed_on.clear()
         self._arrivals, self._inner = {}, {}
