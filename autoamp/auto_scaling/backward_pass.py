@@ -87,8 +87,10 @@ class PassCheck(OverflowCheck):
 class ScaledPass:
     """One backward pass that is scaled, with all that run within its functions.
 
-    Attributes:
+    Args:
         scaler: Is told of overflows.
+
+    Attributes:
         scale: The scale of the pass.
         flags: What is found in the gradients.
         owners: The guards of the optimizers that step a tensor, by its id.
