@@ -1,4 +1,4 @@
-"""Which handle is active: regions above the base handle, one after another and in several threads."""
+"""Which handle is active: regions above the base handle, one after another and in threads; and who is told of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.runtime import Handle, activated, suspended
 from tests.runtime.shared import BF16, FULL, HALF, Training, in_thread, init, patched, region, runs_in, steps
 
 
@@ -150,3 +151,57 @@ def test_what_needs_a_handle_takes_the_active_one_or_the_one_that_does_nothing()
     assert autoamp.state_dict() == handle.state_dict()
     with autoamp.scale_loss(torch.ones((), requires_grad=True), []) as scaled:
         assert scaled.item() == 4.0
+
+
+# -- who is told of it --
+
+
+def test_handles_are_told_of_as_they_come_and_go() -> None:
+    heard: list[tuple[str, Handle | None]] = []
+
+    def note_activated(handle: Handle) -> None:
+        assert handle is autoamp.current_handle()
+        heard.append(("activated", handle))
+
+    def note_suspended() -> None:
+        # The patches are in place still.
+        heard.append(("suspended", autoamp.current_handle()))
+
+    activated.append(note_activated)
+    suspended.append(note_suspended)
+    try:
+        one = init()
+        assert init() is one
+        with region(dtype=BF16) as inner:
+            pass
+        autoamp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        last = autoamp.current_handle()
+        assert last is not None
+        # Patches that are installed anew are the same handle's.
+        last.count().stop()
+        last.deactivate()
+        last.deactivate()
+    finally:
+        activated.remove(note_activated)
+        suspended.remove(note_suspended)
+    expected = [(event, handle) for handle in (one, inner, one, last) for event in ("activated", "suspended")]
+    assert heard == expected
+
+
+def test_a_listener_that_fails_leaves_the_handle_before() -> None:
+    one = init()
+    decorated = autoamp.half_function(lambda x: x.dtype)
+
+    def refuse(handle: Handle) -> None:
+        if handle is not one:
+            raise ValueError("not this one")
+
+    activated.append(refuse)
+    try:
+        with pytest.raises(ValueError, match="not this one"):
+            init(dtype=BF16)
+    finally:
+        activated.remove(refuse)
+    assert autoamp.current_handle() is one
+    assert one.is_active()
+    assert decorated(torch.ones(1)) is torch.float16

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +66,44 @@ def test_deactivate_within_a_block_leaves_true_gradients(training: Training, han
         handle.deactivate()
     torch.testing.assert_close(training.model.weight.grad, wanted, rtol=1e-2, atol=1e-3)
     training.optimizer.step()
+
+
+def test_no_hook_of_an_optimizer_stays() -> None:
+    # `torch.optim.optimizer` is not to be had as an attribute.
+    optimizer_module = importlib.import_module("torch.optim.optimizer")
+    hooks = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
+    before = [list(held) for held in hooks]
+    for _ in range(3):
+        handle = init()
+        steps(handle, Training(), 1.0)
+        handle.deactivate()
+        assert [list(held) for held in hooks] == before
+
+
+def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
+    handle: Handle, collected: Callable[[], None]
+) -> None:
+    def used() -> list[weakref.ref[Any]]:
+        one, other = Training(torch.optim.Adam), Training()
+        steps(handle, one, 1.0, 1e30)
+        with handle.inference(one.model), torch.no_grad():
+            one.model(one.inputs)
+        scheduler = torch.optim.lr_scheduler.StepLR(one.optimizer, 1)
+        steps(handle, one, 1.0)
+        scheduler.step()
+        wrapped = handle.wrap_optimizer(other.optimizer, num_loss=2)
+        with wrapped.scale_loss(other.loss()) as scaled:
+            scaled.backward()
+        return [
+            weakref.ref(kept) for kept in (one.model, one.optimizer, one.model.weight, other.optimizer, other.model)
+        ]
+
+    references = used()
+    collected()
+    assert [reference() for reference in references] == [None] * 5
+    assert handle.skipped_steps == 1
+    # And the losses of optimizers that nobody wrapped can be scaled again.
+    steps(handle, Training(), 1.0)
 
 
 # -- wrong arguments --
