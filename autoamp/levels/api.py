@@ -16,8 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32
-from autoamp.levels.opt_levels import LEVELS, LevelName, OptLevel, level_with
-from autoamp.levels.setup import Setup, end, set_up
+from autoamp.levels.setup import LEVELS, LevelName, OptLevel, Setup, end, level_with, set_up
 from autoamp.ops import expand
 from autoamp.rules import CastPolicy, CastTable, package_tables
 from autoamp.runtime import OnNonfinite, Settings, check_device, current_runtime, needed_handle
