@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoamp.auto_scaling.backward_pass import Flags, ScaledPass, can_begin_at, reached_by, scaled_gradients
-from autoamp.auto_scaling.hooks import GradientHook, PostAccumulateHook, RunningPasses, is_ours
+from autoamp.auto_scaling.backward_pass import Flags, OurHook, ScaledPass, can_begin_at, reached_by, scaled_gradients
+from autoamp.auto_scaling.hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
 from autoamp.scaling import LossScaler, is_flat, is_sharded
@@ -266,7 +266,7 @@ class AutoScale(Subscriber):
     def hook_registered(self, hook: Any, tensor: Tensor | None, *, accumulated: bool) -> Any:
         """Return a hook that gets true gradients."""
         # A tensor subclass comes by twice, on its way through __torch_function__.
-        if not self.active or not callable(hook) or is_ours(hook) or torch.compiler.is_compiling():
+        if not self.active or not callable(hook) or isinstance(hook, (OurHook, Hook)) or torch.compiler.is_compiling():
             return hook
         kind = PostAccumulateHook if accumulated else GradientHook
         return kind(hook, self._passes, tensor)

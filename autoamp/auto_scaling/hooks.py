@@ -80,11 +80,6 @@ class RunningPasses:
             self._hooked.remove(here)
 
 
-def is_ours(hook: Any) -> bool:
-    """Whether a hook is one that autoamp made."""
-    return isinstance(hook, (OurHook, Hook))
-
-
 class Hook:
     """A hook of the program that is to see true gradients. It is copied and pickled as the hook itself.
 
