@@ -12,7 +12,7 @@ import statistics
 import time
 import timeit
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,10 @@ class Surveyor(RangeProfile):
         self._samples: dict[_Key, _Sample] = {}
         # The innermost modules at which calls are made.
         self._modules: dict[CallSite, Module] = {}
-        # Inner calls, by name and place, are part of the outermost.
-        self._outer: dict[tuple[str, CallSite], str] = {}
-        # The exponents of arguments, by op and place.
+        # By op and place the exponents of arguments, and the operators that it calls; those that no listed op calls
+        # have None in its place.
         self._values: defaultdict[tuple[str, CallSite], Exponents] = defaultdict(Exponents)
+        self._within: defaultdict[tuple[str | None, CallSite], dict[str, OpRange]] = defaultdict(dict)
         self._kept = 0
 
     @property
@@ -101,14 +101,9 @@ class Surveyor(RangeProfile):
         if self._stepping and not call.modules:
             return
         super().before(call)
-        outer = call
-        while outer.outer is not None:
-            outer = outer.outer
-        if outer is not call:
-            self._outer[call.op.name, call.site] = outer.op.name
-            return
         tensors = [t for t in iter_tensors((call.args, call.kwargs)) if t.is_floating_point()]
-        if not tensors or "out" in call.kwargs:
+        # Inner calls are part of the outermost.
+        if call.outer is not None or not tensors or "out" in call.kwargs:
             return
         key = call.op.name, call.site, tuple(tensor.shape for tensor in tensors)
         if key not in self._samples:
@@ -117,10 +112,15 @@ class Surveyor(RangeProfile):
         self._samples[key].use.calls += 1
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> OpRange | None:
-        """Note the module that an operator is called in."""
-        row = super().saw(func, args, kwargs, result)
-        if row is not None and (modules := self._observation.here.modules):
-            self._modules[row.site] = modules[-1]
+        """Note the module and the listed op that an operator is called in."""
+        row, here = super().saw(func, args, kwargs, result), self._observation.here
+        if row is not None:
+            outermost = here.call
+            while outermost is not None and outermost.outer is not None:
+                outermost = outermost.outer
+            self._within[None if outermost is None else outermost.op.name, row.site][row.op] = row
+            if here.modules:
+                self._modules[row.site] = here.modules[-1]
         return row
 
     def _sample(self, call: Call, tensors: list[Tensor]) -> _Sample:
@@ -167,28 +167,24 @@ class Surveyor(RangeProfile):
             late = time.monotonic() > end
             untimed += late
             sample.use.seconds = {} if late else self._times(sample, timer)
-        rows: defaultdict[tuple[str, CallSite], list[OpRange]] = defaultdict(list)
-        unlisted = []
-        for row in self.ops:
-            target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
-            if row.within is not None:
-                rows[self._outer.get((row.within, row.site), row.within), row.site].append(row)
-            elif target in known_ops():
-                use = self._use(row.op, target, "unlisted", row.site)
-                use.calls = row.calls
-                self._add_ranges(use, [row])
-                unlisted.append(use)
+        uses = []
         for key, sample in self._samples.items():
-            self._add_ranges(sample.use, rows[key[:2]], self._values[key[:2]])
-        uses = (*(sample.use for sample in self._samples.values()), *unlisted)
-        settings = self._handle.settings
-        return Survey(settings.device_type, self._dtype, str(torch.__version__), max(1, self.steps), uses, untimed)
+            self._add_ranges(sample.use, self._within[key[:2]].values(), self._values[key[:2]])
+            uses.append(sample.use)
+        for row in (row for (op, _), rows in self._within.items() if op is None for row in rows.values()):
+            target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
+            if target in known_ops():
+                uses.append(self._use(row.op, target, "unlisted", row.site))
+                uses[-1].calls = row.calls
+                self._add_ranges(uses[-1], [row])
+        device_type, steps = self._handle.settings.device_type, max(1, self.steps)
+        return Survey(device_type, self._dtype, str(torch.__version__), steps, tuple(uses), untimed)
 
     @property
     def _dtype(self) -> str:
         return dtype_name(self._handle.settings.dtype)
 
-    def _add_ranges(self, use: Use, rows: Sequence[OpRange], arguments: Exponents | None = None) -> None:
+    def _add_ranges(self, use: Use, rows: Collection[OpRange], arguments: Exponents | None = None) -> None:
         """Tell what half precision does to the results of a use, and to its arguments."""
         found = [row.values for row in rows]
         use.overflow = max((values.in_format(self._dtype)["overflow"] for values in found), default=0)

@@ -136,6 +136,18 @@ def test_an_overflow_of_a_listed_operator_names_the_operator() -> None:
     assert model(torch.ones(3, 2)).isfinite().all()
 
 
+def test_an_overflow_is_told_of_each_op_of_its_line() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mm(x, x.T) + torch.matmul(4.0 * x, 4.0 * x.T)
+
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=1.0)
+    model = nn.Sequential(nn.Linear(2, 2), Scores())
+    nn.init.constant_(model[0].weight, 5.0)  # type: ignore[arg-type]
+    found = surveyed(handle, model, torch.full((2, 2), 10.0), steps=1)
+    assert {"mm", "matmul"} <= {one.name for one in unsafe_of(found)}
+
+
 def test_it_ends_by_the_clock_and_leaves_what_it_has_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
     monkeypatch.setattr(time, "monotonic", functools.partial(next, itertools.count()))
