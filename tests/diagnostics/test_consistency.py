@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoamp
-from autoamp.diagnostics import ComparedPath
 from autoamp.torch_private import current_graph_task, dispatch_modes
 
 PATHS = [
@@ -114,72 +114,66 @@ def test_output_that_is_a_buffer_which_is_restored(bf16: Any) -> None:
     assert model.count.item() == 0
 
 
-def test_attention_that_is_computed_in_another_dtype(bf16: Any) -> None:
-    class Attention(nn.Module):
-        def forward(self, x):
-            if torch.is_grad_enabled():
-                with autoamp.disable_casts():
-                    return F.scaled_dot_product_attention(x.float(), x.float(), x.float()).bfloat16()
-            return F.scaled_dot_product_attention(x, x, x)
+class Applies(nn.Module):
+    """Its forward pass is a function."""
 
-    found = bf16.consistency(Attention(), torch.randn(1, 2, 200, 8), backend=None).paths[0]
-    one = found.dtype
-    assert one is not None
-    assert (one.op, one.expected, one.found) == (
-        "torch.nn.functional.scaled_dot_product_attention", "float32", "bfloat16"
-    )  # fmt: skip
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.forward = function  # type: ignore[method-assign]
 
 
-def test_a_line_whose_dtype_is_another_in_compiled_code_is_named(bf16: Any) -> None:
-    class Wide(nn.Module):
-        def forward(self, x):
-            y = torch.matmul(x, x)
-            return (y.float() if torch.compiler.is_compiling() else y) * 2
-
-    found = bf16.consistency(Wide(), torch.randn(4, 4), backend="eager").paths[-1]
-    assert (found.name, found.bits, found.failed) == ("torch.compile", None, None)
-    assert (found.dtype.op, found.dtype.expected, found.dtype.found) == ("float", "bfloat16", "float32")
-    assert "test_consistency.py:" in str(found.dtype)
+def attention_in_fp32_in_training(x):
+    if not torch.is_grad_enabled():
+        return F.scaled_dot_product_attention(x, x, x)
+    with autoamp.disable_casts():
+        return F.scaled_dot_product_attention(x.float(), x.float(), x.float()).bfloat16()
 
 
-def test_call_that_training_does_not_have(bf16: Any) -> None:
-    class Wide(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            return y if torch.is_grad_enabled() else y.double().sinh()
-
-    one = bf16.consistency(nn.Sequential(Wide(4, 4)), torch.randn(2, 4), backend=None).paths[0].dtype
-    assert one is not None
-    assert (one.op, one.expected, one.found) == ("output", "bfloat16", "float64")
-    assert one.reason is not None
-    assert one.reason.startswith("training does not have ")
-    assert "sinh in 0 at " in one.reason
+def widens_in_compiled_code(x):
+    y = torch.matmul(x, x)
+    return (y.float() if torch.compiler.is_compiling() else y) * 2
 
 
-def test_path_that_raises(bf16: Any) -> None:
-    class Refuses(nn.Module):
-        def forward(self, x):
-            if torch.is_inference_mode_enabled():
-                raise ValueError("not here\nsecond line")
-            return x * 2
-
-    result = bf16.consistency(Refuses(), torch.randn(4), backend=None)
-    found = {path.name: path for path in result.paths}
-    assert str(found["inference_mode"]) == "inference_mode: not compared: ValueError: not here"
-    assert found["no_grad"] == ComparedPath("no_grad")
-    assert result.is_consistent is None
+def widens_without_gradients(x):
+    y = torch.matmul(x, x)
+    return y if torch.is_grad_enabled() else y.double().sinh()
 
 
-def test_training_pass_whose_calls_are_not_seen(bf16: Any) -> None:
-    class CompilesInTraining(nn.Linear):
-        def forward(self, x):
-            if not torch.is_grad_enabled():
-                return super().forward(x)
-            return torch.compile(super().forward, backend="eager")(x)
+def refuses_inference_mode(x):
+    if torch.is_inference_mode_enabled():
+        raise ValueError("not here\nsecond line")
+    return x * 2
 
-    result = bf16.consistency(CompilesInTraining(4, 4), torch.randn(2, 4), backend=None)
-    assert str(result.paths[0]) == "no_grad: not compared: torch.compile has made code"
-    assert result.is_consistent is None
+
+def compiles_in_training(x):
+    # The tape of the training pass has no operators of compiled code.
+    return torch.compile(torch.matmul, backend="eager")(x, x) if torch.is_grad_enabled() else torch.matmul(x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (
+            attention_in_fp32_in_training,
+            r"no_grad: torch.nn.functional.scaled_dot_product_attention in 0 at \S+: bfloat16, float32 in training; ",
+        ),
+        (
+            widens_in_compiled_code,
+            r"torch.compile: float at \S+test_consistency.py:\d+: float32, bfloat16 in training; torch.compile traced ",
+        ),
+        (
+            widens_without_gradients,
+            r"no_grad: output: float64, bfloat16 in training; training does not have torch.Tensor.sinh in 0 at \S+:\d+$",
+        ),
+        (refuses_inference_mode, r"inference_mode: not compared: ValueError: not here$"),
+        (compiles_in_training, r"no_grad: not compared: torch.compile has made code$"),
+    ],
+)
+def test_the_line_of_a_path_says_what_differs_or_why_it_was_not_compared(bf16: Any, function: Any, line: str) -> None:
+    backend = "eager" if function is widens_in_compiled_code else None
+    found = bf16.consistency(nn.Sequential(Applies(function)), torch.randn(1, 2, 8, 8), backend=backend)
+    assert re.search(line, str(found), re.MULTILINE), str(found)
+    assert found.is_consistent is (None if "not compared" in line else False)
 
 
 def test_casts_that_the_calling_thread_turned_off(bf16: Any) -> None:
