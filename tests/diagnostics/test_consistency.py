@@ -163,7 +163,7 @@ def compiles_in_training(x):
         ),
         (
             widens_without_gradients,
-            r"no_grad: output: float64, bfloat16 in training; training does not have torch.Tensor.sinh in 0 at \S+:\d+$",
+            r"no_grad: output: float64, bfloat16 in training; training does not have torch.Tensor.sinh in 0 at \S+$",
         ),
         (refuses_inference_mode, r"inference_mode: not compared: ValueError: not here$"),
         (compiles_in_training, r"no_grad: not compared: torch.compile has made code$"),
