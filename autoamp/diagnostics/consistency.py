@@ -268,10 +268,11 @@ def _difference(before: _Step, step: _Step) -> Difference:
     return Difference(step.name, step.module, step.location, dtype_name(expected), dtype_name(found), reason)
 
 
+@dataclass(eq=False)
 class ConsistencyCheck:
     """Runs a model on each path; see `autoamp.Handle.consistency`.
 
-    Args:
+    Attributes:
         model: The model.
         args: What it is called with.
         kwargs: What it is called with by name.
@@ -280,20 +281,15 @@ class ConsistencyCheck:
         inference: ``handle.inference``.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        precisions: ModulePrecisions,
-        overflows: OverflowTrace,
-        inference: Callable[[Module], contextlib.AbstractContextManager[Any]],
-    ) -> None:
-        self._model = model
-        self._given = args, kwargs
-        self._overflows = overflows
-        self._inference = inference
-        self._listener = _Listener(overflows.observation, precisions)
+    model: Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    precisions: ModulePrecisions
+    overflows: OverflowTrace
+    inference: Callable[[Module], contextlib.AbstractContextManager[Any]]
+
+    def __post_init__(self) -> None:
+        self._listener = _Listener(self.overflows.observation, self.precisions)
         self._restore: list[Callable[[], object]] = []
 
     def run(self, backend: Any) -> Consistency:
@@ -302,13 +298,13 @@ class ConsistencyCheck:
         Args:
             backend: That of torch.compile; None to leave compiled code out.
         """
-        observation = self._overflows.observation
+        observation = self.overflows.observation
         with (
             observation.observe(self._listener),
-            self._overflows.apart() as state,
+            self.overflows.apart() as state,
             observation.only(self._listener),
         ):
-            state.keep(self._model)
+            state.keep(self.model)
             self._restore = [state.restore]
             training = self._ran(self._call)
             assert training.tape is not None
@@ -334,11 +330,10 @@ class ConsistencyCheck:
         yield "handle.inference", self._inferred, True
 
     def _call(self, prepared: Callable[[Module], Any] = lambda model: model) -> Any:
-        args, kwargs = self._given
-        return prepared(self._model)(*args, **kwargs)
+        return prepared(self.model)(*self.args, **self.kwargs)
 
     def _inferred(self) -> Any:
-        with torch.no_grad(), self._inference(self._model):
+        with torch.no_grad(), self.inference(self.model):
             return self._call()
 
     def _checkpointed(self, *, reentrant: bool) -> Any:
@@ -347,16 +342,16 @@ class ConsistencyCheck:
         The parameters of the call are others on the same memory: no gradient of the model's is touched, and no hook
         that waits for one runs.
         """
-        args, kwargs = map_tensors(self._given, lambda one: one.detach().requires_grad_(one.requires_grad))
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda one: one.detach().requires_grad_(one.requires_grad))
         params: dict[str, Tensor] = {
-            name: Parameter(one.detach(), one.requires_grad) for name, one in self._model.named_parameters()
+            name: Parameter(one.detach(), one.requires_grad) for name, one in self.model.named_parameters()
         }
         # The backward pass of a reentrant checkpoint needs an argument with gradients.
         root = torch.zeros((), requires_grad=True)
 
         def call(root: Tensor, *args: Any) -> Any:
             # A result that is a buffer of the model must not get the checkpoint's node.
-            return map_tensors(torch.func.functional_call(self._model, params, args, kwargs), Tensor.clone)
+            return map_tensors(torch.func.functional_call(self.model, params, args, kwargs), Tensor.clone)
 
         outputs = checkpoint(call, root, *args, use_reentrant=reentrant)
         sums = [output.sum(dtype=torch.float32) for output in _floating(outputs) if output.requires_grad]
@@ -405,7 +400,7 @@ class ConsistencyCheck:
             return graph.forward
 
         def run(backend: Any) -> _Pass:
-            with self._overflows.apart(hooked=False):
+            with self.overflows.apart(hooked=False):
                 compiled = functools.partial(torch.compile, backend=backend)
                 return self._ran(lambda: self._call(compiled), taped=False)
 
