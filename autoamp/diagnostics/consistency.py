@@ -299,11 +299,7 @@ class ConsistencyCheck:
             backend: That of torch.compile; None to leave compiled code out.
         """
         observation = self.overflows.observation
-        with (
-            observation.observe(self._listener),
-            self.overflows.apart() as state,
-            observation.only(self._listener),
-        ):
+        with observation.observe(self._listener), self.overflows.apart() as state, observation.only(self._listener):
             state.keep(self.model)
             self._restore = [state.restore]
             training = self._ran(self._call)

@@ -153,8 +153,9 @@ class Observation(Subscriber):
         if not isinstance(observer, Observer):
             raise UsageError(f"observe() takes an autoamp.diagnostics.Observer, not {kind_of(observer)}")
         with self._lock:
-            self.observers = (*self.observers, observer)
-        if len(self.observers) == 1:
+            before = self.observers
+            self.observers = (*before, observer)
+        if not before:
             self._patch_anew()
         return Watch(lambda: self.remove(observer))
 
@@ -162,10 +163,10 @@ class Observation(Subscriber):
         """Report calls to an observer no more."""
         with self._lock:
             before = self.observers
-            self.observers = tuple(other for other in before if other is not observer)
-        if len(self.observers) < len(before):
+            left = self.observers = tuple(other for other in before if other is not observer)
+        if len(left) < len(before):
             observer.ended()
-            if not self.observers:
+            if not left:
                 self._patch_anew()
 
     def end(self) -> None:
