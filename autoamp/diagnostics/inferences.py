@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.diagnostics.kept_calls import floating
-from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
+from autoamp.diagnostics.kept_calls import floating, unwrapped
+from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.patching import original_of

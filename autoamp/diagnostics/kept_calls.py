@@ -8,6 +8,7 @@ the program keeps them itself. A tensor that was written to since is of no use.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,11 +28,8 @@ from autoamp.tape import CannotRerun
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import Unnoticed, dispatch_modes, insert_modes, is_transformed, remove_modes, undisturbed
 
-# So many calls of models in a step, and of functions between them. A program that computes more there is not looked at.
-_MAX_CALLS, _MAX_OUTSIDE_CALLS = 16, 64
-# So many bytes that the program itself may not keep.
-_MAX_BYTES = 2**26
-_TYPES = (Tensor, torch.nn.Parameter)
+# A program that computes more than that between models is not looked at there.
+_MAX_CALLS, _MAX_BYTES = 64, 2**26
 # With these a program writes -inf on purpose, as into masked scores.
 _WRITERS = frozenset(("masked_fill", "where", "full", "full_like", "new_full", "fill", "index_fill", "__setitem__"))
 
@@ -42,12 +40,16 @@ class KeptTensor:
     Args:
         tensor: The tensor.
         is_strong: Whether it is kept alive.
+
+    Attributes:
+        tensor: The tensor, if it is kept alive.
+        needs_grad: Whether it requires gradients.
     """
 
-    __slots__ = ("_needs_grad", "_version", "_weak", "tensor")
+    __slots__ = ("_version", "_weak", "needs_grad", "tensor")
 
     def __init__(self, tensor: Tensor, *, is_strong: bool = True) -> None:
-        self._needs_grad, self._version = tensor.requires_grad, version_of(tensor)
+        self.needs_grad, self._version = tensor.requires_grad, version_of(tensor)
         self._weak = None if is_strong else weakref.ref(tensor)
         self.tensor: Any = None
         if is_strong and tensor.grad_fn is None:
@@ -81,7 +83,7 @@ class KeptTensor:
     def as_input(self) -> Tensor:
         """Return the tensor as an input, which requires gradients if it did."""
         tensor = self.get("an input")
-        if not self._needs_grad or tensor.requires_grad:
+        if not self.needs_grad or tensor.requires_grad:
             return tensor
         return tensor.detach().requires_grad_()
 
@@ -94,6 +96,7 @@ class KeptCall:
         args, kwargs: The arguments, with a `KeptTensor` in the place of each tensor.
         casts: How this thread casts.
         caller: Where it is called.
+        is_recorded: Whether it is on a tape.
 
     Attributes:
         caller: As given.
@@ -101,10 +104,13 @@ class KeptCall:
         grads: The gradients of outputs, by their place; None for one that came in several parts.
     """
 
-    def __init__(self, module: Module, args: Any, kwargs: Any, casts: CastState, caller: Caller | None) -> None:
+    def __init__(
+        self, module: Module, args: Any, kwargs: Any, casts: CastState, caller: Caller | None = None, *,
+        is_recorded: bool = False,
+    ) -> None:  # fmt: skip
         self._module = weakref.ref(module)
-        # One for a loss may be made for this call. Others live as long as the program keeps them.
-        self._loss = module if next(module.parameters(), None) is None else None
+        # One for a loss may be made for this call. Others live as long as the program, or a tape, keeps them.
+        self._alive = module if is_recorded or next(module.parameters(), None) is None else None
         self._given = args, kwargs
         self.outputs: list[KeptTensor] = []
         self.grads: dict[int, KeptTensor | None] = {}
@@ -122,6 +128,14 @@ class KeptCall:
         if module is None:
             raise CannotRerun("a model of the step is gone")
         return module
+
+    def named_inputs(self) -> Iterator[tuple[str, KeptTensor]]:
+        """Yield the tensors by the names of the arguments of ``forward``. Raises CannotRerun if the module is gone."""
+        args, kwargs = self._given
+        given = inspect.signature(unwrapped(self.module).forward).bind(*args, **kwargs).arguments
+        for name, value in given.items():
+            for number, one in enumerate(_kept_in(value)):
+                yield (name if one is value else f"{name}[{number}]"), one
 
     def inputs(self) -> Any:
         """Return its ``args`` and ``kwargs``. Raises CannotRerun if inputs are gone."""
@@ -172,70 +186,6 @@ class KeptCall:
         return outputs
 
 
-class KeptCalls:
-    """The outermost calls of modules in one step.
-
-    Attributes:
-        calls: The calls, in their order.
-        incomplete: Why calls of the step are missing; None if none are.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[KeptCall] = []
-        self.incomplete: str | None = None
-        self._nbytes = 0
-
-    def begin(self, module: Module, args: Any, kwargs: Any, *where: Any) -> KeptCall | None:
-        """Keep the inputs of a call; see `KeptCall`. None if the call is not kept."""
-        if self.incomplete is None and len(self.calls) == _MAX_CALLS:
-            self.incomplete = f"the step has more than {_MAX_CALLS} calls of models"
-        if self.incomplete is not None:
-            return None
-        call = KeptCall(module, *map_tensors((args, kwargs), self.keep), *where)
-        self.calls.append(call)
-        return call
-
-    def end(self, call: KeptCall, outputs: Any) -> None:
-        """Keep the outputs of a call, and their gradients when these come."""
-        for place, tensor in enumerate(floating(outputs)):
-            call.outputs.append(self.keep(tensor))
-            if tensor.grad_fn is not None:
-                tensor.register_hook(_KeepGrad(self, call, place))
-
-    def drop(self) -> None:
-        """Drop what is kept, and keep no more."""
-        self.calls, self.incomplete = [], "the step was dropped"
-
-    def keep(self, tensor: Tensor) -> KeptTensor:
-        """Keep a tensor. Raises CannotRerun if it is of no use."""
-        if type(tensor) not in _TYPES or tensor.layout is not torch.strided or is_transformed(tensor):
-            raise CannotRerun(f"a tensor is a {type(tensor).__name__} of layout {tensor.layout}")
-        # The memory of a device is not for this.
-        is_strong = tensor.device.type == "cpu" and self._nbytes + tensor.nbytes <= _MAX_BYTES
-        self._nbytes += tensor.nbytes if is_strong else 0
-        return KeptTensor(tensor, is_strong=is_strong)
-
-
-class _KeepGrad:
-    """A hook of an output, which changes nothing."""
-
-    # As for torch's own hooks: a tensor is pickled without it, and without a warning.
-    __torch_unserializable__ = True
-
-    def __init__(self, kept: KeptCalls, call: KeptCall, place: int) -> None:
-        self._kept = kept
-        self._call = call
-        self._place = place
-
-    def __call__(self, grad: Tensor) -> None:
-        try:
-            if self._kept.incomplete is None:
-                grads, place = self._call.grads, self._place
-                grads[place] = None if place in grads else self._kept.keep(grad)
-        except CannotRerun as error:
-            self._kept.incomplete = str(error)
-
-
 def floating(value: Any) -> list[Tensor]:
     """Return the floating tensors in nested containers."""
     return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point()]
@@ -244,6 +194,19 @@ def floating(value: Any) -> list[Tensor]:
 def _map_kept(value: Any, convert: Callable[[KeptTensor], Any]) -> Any:
     """Return nested arguments with each `KeptTensor` converted."""
     return map_tensors(value, lambda tensor: tensor, lambda one: convert(one) if isinstance(one, KeptTensor) else one)
+
+
+def _kept_in(value: Any) -> list[KeptTensor]:
+    found: list[KeptTensor] = []
+    _map_kept(value, found.append)
+    return found
+
+
+def unwrapped(module: Module) -> Module:
+    """Return the model within a wrapper that reduces gradients over ranks."""
+    inner = getattr(module, "module", None)
+    wraps = any(kind.__name__ == "DistributedDataParallel" for kind in type(module).__mro__)
+    return inner if wraps and isinstance(inner, Module) else module
 
 
 def _is_same(new: Tensor, old: Tensor) -> bool:
@@ -316,7 +279,7 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
         if results := [self._keep(tensor) for tensor in floating(result)]:
             caller = Caller.of(user_frame(sys._getframe(1)))
             self._calls.append(OutsideCall(func, kept[0], kept[1], caller, results))
-        if len(self._calls) > _MAX_OUTSIDE_CALLS or self._nbytes > _MAX_BYTES:
+        if len(self._calls) > _MAX_CALLS or self._nbytes > _MAX_BYTES:
             self._is_on = False
             self.drop()
         return result
@@ -348,9 +311,8 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
             return None
         place = made[-1]
         call = self._calls[place]
-        kept: list[KeptTensor] = []
-        _map_kept((call.args, call.kwargs), kept.append)
-        given = [(one, nonfinite_value(one.tensor)) for one in kept if one.tensor.is_floating_point()]
+        kept = (one for one in _kept_in((call.args, call.kwargs)) if one.tensor.is_floating_point())
+        given = [(one, nonfinite_value(one.tensor)) for one in kept]
         for value in ("nan", "inf"):
             for one in (one for one, found in given if found == value and not one.is_stale):
                 origin = self._origin(key_of(one.tensor), place)

@@ -24,11 +24,11 @@ from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import by_communication, explain_evidence, unlocated
 from autoamp.diagnostics.inferences import Inferences
-from autoamp.diagnostics.kept_calls import KeptCall, floating, key_of
+from autoamp.diagnostics.kept_calls import KeptCall, floating, key_of, unwrapped
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import Evidence, nonfinite_value
 from autoamp.diagnostics.second_calls import KeptState, why_not_again
-from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, unwrapped
+from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
@@ -225,15 +225,15 @@ class OverflowTrace(Subscriber):
         """Explain a step that was recorded."""
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
-        found = self._found("the step", self._look_at_tape, step, scale)
-        wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
-        if isinstance(found.verdict, NotLocated) and several_processes() and wrapped:
-            return by_communication()
-        return found
+        return self._found("the step", self._look_at_tape, step, scale)
 
     def _look_at_tape(self, step: RecordedStep, scale: float) -> Overflow:
         with self._casts.switched(False, forced_off=True):
-            return explain_evidence(self.evidence(step, scale))
+            found = explain_evidence(self.evidence(step, scale))
+        if isinstance(found.verdict, NotLocated) and several_processes():
+            is_wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
+            return by_communication() if is_wrapped else found
+        return found
 
     def _explain_kept(self, step: RecordedStep, scale: float) -> Overflow:
         """Explain a step that was not recorded: a call of a model that went wrong in it runs once more."""
@@ -243,23 +243,22 @@ class OverflowTrace(Subscriber):
         return found
 
     def _look_at_kept(self, step: RecordedStep, scale: float) -> Overflow:
-        kept = step.kept
-        if kept.incomplete is not None or not kept.calls:
-            raise CannotRerun(kept.incomplete or "no call of a model that records gradients was seen in this step")
+        if step.incomplete is not None or not step.calls:
+            raise CannotRerun(step.incomplete or "no call of a model that records gradients was seen in this step")
         if current_graph_task() != -1:
             raise CannotRerun("the optimizer steps within the backward pass")
-        if step.loss_is_nonfinite or not (step.losses or all(call.is_finite() for call in kept.calls)):
-            for call in kept.calls:
+        if step.loss_is_nonfinite or not (step.losses or all(call.is_finite() for call in step.calls)):
+            for call in step.calls:
                 if not call.is_finite():
                     bad = [key_of(tensor) for tensor in floating(call.inputs()) if nonfinite_value(tensor)]
                     found = self._explain_outside(bad, call) or self._run_again(call, 1.0)
                     if found is not None:
                         return found
             bad = [root for loss, root in zip(step.losses, step.roots, strict=True) if nonfinite_value(loss)]
-            return self._explain_outside(bad, kept.calls[-1]) or unlocated(
+            return self._explain_outside(bad, step.calls[-1]) or unlocated(
                 "the outputs of the model were finite and the loss was not: code outside of the model made it"
             )
-        for call in reversed(kept.calls):
+        for call in reversed(step.calls):
             seeds = call.seeds()
             if nonfinite_value(*seeds):
                 return unlocated(

@@ -7,7 +7,7 @@ calls are kept (`kept_calls.py`): if one goes wrong, the call that did may run o
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import logging
 import math
 import sys
@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller, CallPlaces, user_frame
-from autoamp.diagnostics.kept_calls import KeptCall, KeptCalls, OutsideCalls, key_of
+from autoamp.diagnostics.kept_calls import KeptCall, KeptTensor, OutsideCalls, floating, key_of, unwrapped
 from autoamp.diagnostics.origins import Named
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
@@ -30,37 +30,24 @@ from autoamp.scaling import local_of
 from autoamp.stepping import several_processes
 from autoamp.tape import CannotRerun, Recording, Ref, Tape
 from autoamp.tensors import compacted, iter_tensors, map_tensors
-from autoamp.torch_private import compiled_graphs, compiled_wrappers, current_graph_task, tracing_state, undisturbed
+from autoamp.torch_private import (
+    compiled_graphs,
+    compiled_wrappers,
+    current_graph_task,
+    is_transformed,
+    tracing_state,
+    undisturbed,
+)
 
 log = logging.getLogger(__name__)
 
-# So many module calls and losses of one step are kept.
-_MAX_CALLS = 256
+# So many module calls and losses of one step are on a tape, and so many are kept without one.
+_MAX_CALLS, _MAX_KEPT_CALLS = 256, 16
+# So many bytes are kept that the program itself may not keep.
+_MAX_BYTES = 2**26
+_TYPES = (Tensor, torch.nn.Parameter)
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
-
-
-def unwrapped(module: Module) -> Module:
-    """Return the model within a wrapper that reduces gradients over ranks."""
-    inner = getattr(module, "module", None)
-    wraps = any(kind.__name__ == "DistributedDataParallel" for kind in type(module).__mro__)
-    return inner if wraps and isinstance(inner, Module) else module
-
-
-@dataclass(eq=False, slots=True)
-class ModelCall:
-    """An outermost module call: the module, and its inputs without their graph. They require gradients if they did."""
-
-    module: Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors by the names of the arguments of ``forward``."""
-        given = inspect.signature(unwrapped(self.module).forward).bind(*self.args, **self.kwargs).arguments
-        for name, value in given.items():
-            for number, tensor in enumerate(iter_tensors(value)):
-                yield (name if isinstance(value, Tensor) else f"{name}[{number}]"), tensor
 
 
 @dataclass(eq=False)
@@ -69,8 +56,8 @@ class RecordedStep:
 
     Attributes:
         recording: Its tape; None if the step is not recorded.
-        calls: The outermost module calls on it, in their order.
-        kept: What is kept of calls that are not recorded.
+        calls: The outermost module calls, in their order.
+        incomplete: Why calls are missing; None if none are.
         losses: The losses, without their graph. If steps are not recorded, those of one element.
         loss_refs: What the tape calls the losses.
         roots: What the calls outside of models call the losses.
@@ -82,8 +69,8 @@ class RecordedStep:
     """
 
     recording: Recording | None = None
-    calls: list[ModelCall] = field(default_factory=list)
-    kept: KeptCalls = field(default_factory=KeptCalls)
+    calls: list[KeptCall] = field(default_factory=list)
+    incomplete: str | None = None
     losses: list[Tensor] = field(default_factory=list)
     loss_refs: list[Ref | None] = field(default_factory=list)
     roots: list[Any] = field(default_factory=list)
@@ -92,6 +79,7 @@ class RecordedStep:
     scaled: int = 0
     is_watched: bool = False
     ended: bool = False
+    _nbytes: int = 0
 
     @property
     def tape(self) -> Tape:
@@ -105,15 +93,15 @@ class RecordedStep:
         found = [Named("loss", "loss", "", ref) for ref in self.loss_refs if ref is not None]
         for call in self.calls:
             root = unwrapped(call.module)
-            named = [(name, tensor, "input") for name, tensor in call.inputs()]
-            named += [(name, tensor, "weight") for name, tensor in (*root.named_parameters(), *root.named_buffers())]
-            grads = ((name, self.grads.get(one, one.grad)) for name, one in root.named_parameters())
-            named += [(name, grad, "grad") for name, grad in grads if grad is not None]
-            for name, tensor, kind in named:
+            named = [(name, one.tensor, "input", one.needs_grad) for name, one in call.named_inputs()]
+            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+                named.append((name, tensor, "weight", False))
+            for name, param in root.named_parameters():
+                named.append((name, self.grads.get(param, param.grad), "grad", False))
+            for name, tensor, kind, has_grad in named:
                 # Sparse ones have no memory.
-                ref = self.tape.find(tensor) if tensor.layout is torch.strided else None
+                ref = None if tensor is None or tensor.layout is not torch.strided else self.tape.find(tensor)
                 if ref is not None:
-                    has_grad = kind == "input" and tensor.requires_grad
                     found.append(Named(kind, name, type(root).__name__, ref, has_grad))
         return tuple(dict.fromkeys(found))
 
@@ -127,8 +115,36 @@ class RecordedStep:
         """Drop the tape, and what it holds."""
         if self.recording is not None:
             self.recording.stop()
-        self.recording, self.calls = None, []
-        self.kept.drop()
+        self.recording, self.calls, self.incomplete = None, [], "the step was dropped"
+
+    # -- if the step is not recorded --
+
+    def keep(self, tensor: Tensor) -> KeptTensor:
+        """Keep a tensor. Raises CannotRerun if it is of no use."""
+        if type(tensor) not in _TYPES or tensor.layout is not torch.strided or is_transformed(tensor):
+            raise CannotRerun(f"a tensor is a {type(tensor).__name__} of layout {tensor.layout}")
+        # The memory of a device is not for this.
+        is_strong = tensor.device.type == "cpu" and self._nbytes + tensor.nbytes <= _MAX_BYTES
+        self._nbytes += tensor.nbytes if is_strong else 0
+        return KeptTensor(tensor, is_strong=is_strong)
+
+    def keep_outputs(self, call: KeptCall, outputs: Any) -> None:
+        """Keep the outputs of a call, and their gradients when these come."""
+        for place, tensor in enumerate(floating(outputs)):
+            call.outputs.append(self.keep(tensor))
+            if tensor.grad_fn is not None:
+                hook = functools.partial(self._keep_grad, call.grads, place)
+                # As for torch's own hooks: a tensor is pickled without it, and without a warning.
+                vars(hook)["__torch_unserializable__"] = True
+                tensor.register_hook(hook)
+
+    def _keep_grad(self, grads: dict[int, KeptTensor | None], place: int, grad: Tensor) -> None:
+        """Keep the gradient of an output. A hook, which changes nothing."""
+        try:
+            if self.incomplete is None:
+                grads[place] = None if place in grads else self.keep(grad)
+        except CannotRerun as error:
+            self.incomplete = str(error)
 
 
 class _Inside(threading.local):
@@ -340,22 +356,27 @@ class StepRecorder(Subscriber):
             else:
                 kept = self._keep(module, args, kwargs)
         except CannotRerun as error:
-            self.step.kept.incomplete = str(error)
+            self.step.incomplete = str(error)
         except Exception:
             log.debug("a step is not recorded", exc_info=True)
         self._inside.call = True
         return kept
 
     def _keep(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptCall | None:
-        kept = self._open_step().kept
+        step = self._open_step()
         if self._is_compiled():
             raise CannotRerun("the program uses torch.compile")
         if several_processes():
             raise CannotRerun("a call of a model of several processes does not run again")
         if tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             raise CannotRerun("the call is traced, or captured in a CUDA graph")
-        caller = Caller.of(user_frame(sys._getframe(2)))
-        return kept.begin(module, args, kwargs, self._casts, caller)
+        if step.incomplete is None and len(step.calls) == _MAX_KEPT_CALLS:
+            raise CannotRerun(f"the step has more than {_MAX_KEPT_CALLS} calls of models")
+        if step.incomplete is not None:
+            return None
+        args, kwargs = map_tensors((args, kwargs), step.keep)
+        step.calls.append(KeptCall(module, args, kwargs, self._casts, Caller.of(user_frame(sys._getframe(2)))))
+        return step.calls[-1]
 
     def _is_compiled(self) -> bool:
         return compiled_wrappers() > 0 or compiled_graphs() != self._graphs
@@ -376,12 +397,9 @@ class StepRecorder(Subscriber):
             self.stop(why)
             return
 
-        def keep(tensor: Tensor) -> Tensor:
-            kept = tensor.detach()
-            return kept.requires_grad_() if tensor.requires_grad and tensor.is_floating_point() else kept
-
         with undisturbed():
-            step.calls.append(ModelCall(module, map_tensors(args, keep), map_tensors(kwargs, keep)))
+            args, kwargs = map_tensors((args, kwargs), KeptTensor)
+            step.calls.append(KeptCall(module, args, kwargs, self._casts, is_recorded=True))
 
     def end(self, record: Any, outputs: Any) -> None:
         """Called when the call has ended."""
@@ -392,11 +410,11 @@ class StepRecorder(Subscriber):
             if not isinstance(record, KeptCall):
                 self.inferences.end(record, outputs)
                 return
-            self.step.kept.end(record, outputs)
+            self.step.keep_outputs(record, outputs)
             # The handle may have been deactivated within the call.
             if not self.step.ended:
                 self.outside.resume()
         except CannotRerun as error:
-            self.step.kept.incomplete = str(error)
+            self.step.incomplete = str(error)
         except Exception:
             log.debug("a call is not kept", exc_info=True)
