@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import socket
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from autoamp.diagnostics import (
     Communication,
@@ -24,7 +20,6 @@ from autoamp.errors import NonFiniteGradientsError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import UnreadFlags
 from tests.diagnostics.faults import (
-    BIG_TIMES_BIG,
     Net,
     found_in,
     line_of,
@@ -32,26 +27,8 @@ from tests.diagnostics.faults import (
     squared,
     started,
     take_step,
-    train,
 )
 from tests.launches import launched
-
-
-def test_a_fault_that_comes_and_goes_in_a_model_that_draws_numbers() -> None:
-    step = [0]
-
-    def fault(h: Tensor) -> Tensor:
-        drawn = F.dropout(h, 0.5) * random.uniform(0.5, 2.0) * numpy.random.uniform(0.5, 2.0)
-        return squared(drawn) if step[0] in (8, 9) else drawn
-
-    def data(x: Tensor, number: int) -> Tensor:
-        step[0] = number
-        return x
-
-    found = train(Net(fault), data=data, steps=10).overflows
-    assert [(one.iteration, one.kind, one.location) for one in found] == [
-        (8, "half_precision_op", BIG_TIMES_BIG), (9, "half_precision_op", BIG_TIMES_BIG),
-    ]  # fmt: skip
 
 
 def test_skips_whose_flags_stay_on_the_device_are_explained_from_the_second_on() -> None:
