@@ -1,15 +1,12 @@
 """Losses of half precision that make no inf: swallowed updates, rounded optimizer state, gradients summed in half.
 
-They are looked for in steps 1, 4, 16, 64 and so on of each optimizer of torch's class, in fp32 copies of at most 2,047
-elements of each tensor. Of a DTensor these are from the part of this rank. Other steps cost two calls in Python. No
-result changes, and each kind of loss is told once.
+They are looked for in steps 1, 4, 16, 64 and so on of each optimizer of torch's class. Other steps cost two calls in
+Python. No result changes, and each kind of loss is told once.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import inspect
 import itertools
 import logging
 import sys
@@ -21,13 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
+from autoamp.diagnostics import half_samples
 from autoamp.diagnostics.tables import first_of
 from autoamp.errors import warn_user
 from autoamp.program import listen
-from autoamp.scaling import is_sharded, local_of
+from autoamp.scaling import is_sharded
 from autoamp.stepping import living_optimizers_and_modules, named_params, stepped_params
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.torch_private import has_step_pre_hooks, undisturbed
@@ -40,14 +38,8 @@ _T = TypeVar("_T")
 _LOST_OF_SUM = 0.01
 # Below this part of its highest learning rate an optimizer has all but ended.
 _LOW_LR = 0.1
-# Tensors of at most so many elements are looked at whole, and the sums of so many gradients.
-_FEW, _SUMS = 1024, 4
-# Their steps are those of each element by itself, so that a few elements step as they do among all.
-_ELEMENTWISE = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
-    torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
-)  # fmt: skip
-
+# The sums of so many gradients are looked at.
+_SUMS = 4
 _MASTERS = 'Keep fp32 master weights (opt_level="O2" or FP16_Optimizer)'
 _REMEDIES = {
     "updates": f"{_MASTERS}, or use an optimizer with stochastic rounding (torchao.optim, bf16_stochastic_round=True) "
@@ -84,11 +76,11 @@ class _GradientSum:
         """Called with the gradient of a pass, before it is added."""
         self._sum = None
         with contextlib.suppress(Exception), undisturbed():
-            held = _few_of_grad(self.param)
+            held = half_samples.few_of_grad(self.param)
             if held is None or not held.any():
                 self._error, self.passes = 0.0, 1
             elif self.param.grad is not None and self.param.grad.dtype in HALF_DTYPES:
-                self._sum = held.add_(_few(grad))
+                self._sum = held.add_(half_samples.few(grad))
 
     def _added(self, param: Tensor) -> None:
         """Called after the gradient was added."""
@@ -97,20 +89,9 @@ class _GradientSum:
             self._sum = None
         if self._sum is not None:
             with contextlib.suppress(Exception), undisturbed():
-                self._last = _few_of_grad(param)
+                self._last = half_samples.few_of_grad(param)
                 self._error = self._error + (self._last - self._sum)
                 self.passes += 1
-
-
-@dataclass
-class _Elements:
-    """A few elements of a half parameter before a step, in fp32, with those of its gradient and of its state."""
-
-    param: Tensor
-    group: int
-    values: Tensor
-    grad: Any
-    state: dict[str, Any]
 
 
 @dataclass
@@ -132,8 +113,8 @@ class _Steps:
     count: int = 0
     running: FrameType | None = None
     closure: bool = False
-    sample: Sequence[_Elements] | None = None
-    earlier: tuple[int, Sequence[_Elements]] | None = None
+    sample: Sequence[half_samples.Elements] | None = None
+    earlier: tuple[int, Sequence[half_samples.Elements]] | None = None
     sums: Sequence[_GradientSum] = ()
     saved: Sequence[tuple[Tensor, str, Tensor]] = ()
     buffers: weakref.WeakKeyDictionary[Module, dict[str, list[tuple[int, float]]]] = field(
@@ -231,25 +212,25 @@ class HalfLosses:
     def _lost_updates(self, optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
         """Yield what was lost in a sampled step, after it."""
         sample, earlier = steps.sample or (), steps.earlier
-        is_elementwise = _is_elementwise(optimizer)
+        in_fp32 = half_samples.is_elementwise(optimizer)
         steps.sample = None
         # An optimizer may step at each so many calls alone, and the first samples are close together.
-        steps.earlier = (steps.count, sample) if steps.count > 1 and not is_elementwise else None
+        steps.earlier = (steps.count, sample) if steps.count > 1 and not in_fp32 else None
         steady = {number for number, group in enumerate(optimizer.param_groups) if _is_steady(steps, number, group)}
         if getattr(optimizer, "grad_scale", None) is not None or bool(getattr(optimizer, "found_inf", False)):
             # A fused optimizer unscales by itself, and skips by itself.
             return
         for one in sample:
-            one.grad = _few_of_grad(one.param) if one.grad is None else one.grad
+            one.grad = half_samples.few_of_grad(one.param) if one.grad is None else one.grad
         with_grad = [one for one in sample if one.grad is not None and bool(one.grad.any())]
         step = f"step {steps.count} of {type(optimizer).__name__}"
         for number, some in itertools.groupby(with_grad, lambda one: one.group):
             lost: list[Tensor] = []
             elements, found = list(some), ""
-            if is_elementwise:
-                lost, share = _lost_beside_fp32(optimizer, number, elements)
+            if in_fp32:
+                lost, share = half_samples.lost_beside_fp32(optimizer, number, elements)
                 found = f"{step} changed no bit of {share}"
-            elif earlier is not None and _are_unmoved(elements, earlier[1]):
+            elif earlier is not None and half_samples.are_unmoved(elements, earlier[1]):
                 lost = [one.param for one in elements]
                 found = f"no bit changed in group {number} from step {earlier[0]} to {step}, though it has gradients"
             if lost and number in steady:
@@ -306,11 +287,7 @@ def _is_steady(steps: _Steps, number: int, group: Mapping[str, Any]) -> bool:
 
 def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
     """Yield what was lost before a sampled step, and take the sample of it."""
-    steps.sample = [
-        _Elements(param, number, _few(param), None if steps.closure else _few_of_grad(param), _state(optimizer, param))
-        for number, group in enumerate(optimizer.param_groups)
-        for param in filter(_is_half, group["params"])
-    ]
+    steps.sample = half_samples.sample_of(optimizer, with_grads=not steps.closure)
     sums, steps.sums = steps.sums, ()
     for lost, one in sorted(((one.stop(), one) for one in sums), key=lambda pair: -pair[0])[:1]:
         if lost > _LOST_OF_SUM:
@@ -331,7 +308,7 @@ def _state_losses(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
     for param, name, before in saved:
         value = optimizer.state[param].get(name)
         if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
-            after = _few(value).to(before.device)
+            after = half_samples.few(value).to(before.device)
             if after.shape == before.shape and not torch.equal(after, before):
                 rounded.append((param, name, before, after))
     if rounded:
@@ -362,92 +339,9 @@ def _names(optimizer: Any, params: Sequence[Tensor]) -> str:
     return first_of(names, 3)
 
 
-# -- a few elements --
-
-
 def _half_params(optimizer: Any) -> list[Tensor]:
     """Return the half parameters that an optimizer steps itself, without those of which this rank has no element."""
-    return list(filter(_is_half, stepped_params(optimizer)))
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in HALF_DTYPES and local_of(tensor).numel() > 0
-
-
-def _few(tensor: Tensor) -> Tensor:
-    """Return elements at even distances, as an fp32 copy with one dimension."""
-    flat = local_of(tensor.detach()).reshape(-1)
-    # An odd distance, which does not stay in one column of a matrix.
-    return flat[:: max(1, flat.numel() // _FEW) | 1].to(torch.float32, copy=True)
-
-
-def _few_of_grad(param: Tensor) -> Tensor | None:
-    return None if param.grad is None or param.grad.layout is not torch.strided else _few(param.grad)
-
-
-def _is_elementwise(optimizer: Any) -> bool:
-    """Whether an optimizer has the step of one of torch's that step each element by itself."""
-    step = inspect.unwrap(type(optimizer).step)
-    return any(isinstance(optimizer, cls) and step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE)
-
-
-def _lost_beside_fp32(optimizer: Any, number: int, elements: Sequence[_Elements]) -> tuple[list[Tensor], str]:
-    """Return the parameters of a group of which fp32 would have moved more than half of what did not move.
-
-    And in words, the share of the elements of the group that did not move.
-    """
-    counts, lost = [], []
-    for one, wide in zip(elements, _stepped_in_fp32(optimizer, number, elements), strict=True):
-        has_grad, stays, stays_in_fp32 = one.grad != 0, _few(one.param) == one.values, wide == one.values
-        sets = (has_grad, has_grad & stays, has_grad & stays_in_fp32, has_grad & stays & ~stays_in_fp32)
-        counts.append([int(each.sum()) for each in sets])
-        if 2 * counts[-1][3] > counts[-1][0]:
-            lost.append(one.param)
-    total, unmoved, unmoved_in_fp32, _ = map(sum, zip(*counts, strict=True))
-    elements_of = f"of the elements with a gradient in group {number}"
-    return lost, f"{unmoved / total:.1%} {elements_of}, and in fp32 of {unmoved_in_fp32 / total:.1%}"
-
-
-def _are_unmoved(elements: Sequence[_Elements], earlier: Sequence[_Elements]) -> bool:
-    """Whether no element of a group moved since an earlier sample, and nothing keeps what rounds away."""
-    before = {id(one.param): one.values for one in earlier if one.grad is not None}
-    stays = all(id(one.param) in before and torch.equal(before[id(one.param)], _few(one.param)) for one in elements)
-    return stays and not any(map(_keeps_low_bits, elements))
-
-
-def _state(optimizer: Any, param: Tensor) -> dict[str, Any]:
-    """Return copies of a parameter's optimizer state, in fp32 and of the same few elements."""
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return _few(value) if value.shape == param.shape else value.detach().float().cpu().clone()
-
-    return {name: copied(value) for name, value in optimizer.state.get(param, {}).items()}
-
-
-def _keeps_low_bits(one: _Elements) -> bool:
-    """Whether the optimizer keeps what rounds away: in masters of its own, or as the compensation of Kahan's sums."""
-    alike = [value for value in one.state.values() if isinstance(value, Tensor) and value.shape == one.values.shape]
-    rounded = (value.to(one.param.dtype).float() for value in alike)
-    return any("kahan" in name for name in one.state) or any(torch.equal(value, one.values) for value in rounded)
-
-
-def _stepped_in_fp32(optimizer: Any, number: int, elements: Sequence[_Elements]) -> list[Tensor]:
-    """Return the elements after a step in fp32, by the optimizer's own code. Nothing of the optimizer is written to."""
-    cls, options = type(optimizer), dict(optimizer.param_groups[number])
-    # Not by its constructor, which programs and other libraries hook into.
-    twin: Any = object.__new__(cls)
-    params = [Parameter(one.values.clone()) for one in elements]
-    for param, one in zip(params, elements, strict=True):
-        param.grad = one.grad
-    options.update({name: value.item() for name, value in options.items() if isinstance(value, Tensor)})
-    options.update(params=params, fused=None, foreach=None, capturable=False, differentiable=False)
-    twin.defaults, twin.param_groups = optimizer.defaults, [options]
-    twin.state = collections.defaultdict(dict)
-    twin.state.update((param, one.state) for param, one in zip(params, elements, strict=True) if one.state)
-    inspect.unwrap(cls.step)(twin)
-    return [param.detach() for param in params]
+    return list(filter(half_samples.is_half, stepped_params(optimizer)))
 
 
 def _sums_of(optimizer: Any) -> list[_GradientSum]:
@@ -460,9 +354,9 @@ def _fp32_state(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Ten
     """Return a few elements of each fp32 state of half parameters in a state dict that is about to be loaded."""
     saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     return [
-        (param, name, _few(value))
+        (param, name, half_samples.few(value))
         for key, param in zip(saved, stepped_params(optimizer), strict=False)
-        if _is_half(param)
+        if half_samples.is_half(param)
         for name, value in state_dict["state"].get(key, {}).items()
         if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
     ]
@@ -478,10 +372,10 @@ def _stopped_buffers(steps: _Steps) -> Iterator[tuple[str, torch.dtype, float]]:
         # A module that is half built has no buffers.
         with contextlib.suppress(AttributeError):
             for name, buffer in module.named_buffers(recurse=False):
-                if not _is_half(buffer) or buffer.is_meta:
+                if not half_samples.is_half(buffer) or buffer.is_meta:
                     continue
                 known = steps.buffers.setdefault(module, {}).setdefault(name, [])
-                known.append((steps.count, float(_few(buffer).max())))
+                known.append((steps.count, float(half_samples.few(buffer).max())))
                 if len(known) > 2 and _has_stopped(known[-3:], buffer.dtype):
                     yield f"{type(module).__name__}.{name}", buffer.dtype, known[-1][1]
 

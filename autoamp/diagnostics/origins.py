@@ -145,10 +145,10 @@ class Followed:
             if backward or op.name == _CHECK:
                 self._unread.pop(ref.memory, None)
             if not op.place.is_cast and (made := self._casts.pop(ref.memory, None)) is not None:
-                place, function = op.place, bare_op(op)
-                made.place = made.place._replace(
-                    function=function, location=place.location, names=place.names, in_place=place.in_place
-                )
+                before, taken = made.place, op.place
+                made.place = Place(
+                    bare_op(op), before.module, taken.location, taken.names, True, taken.in_place, before.classes
+                )  # fmt: skip
 
     def _origin(self, ref: Ref, tensor: Tensor) -> NonFiniteOrigin | None:
         """Return where the inf or nan of an argument came from; None if it holds none."""
