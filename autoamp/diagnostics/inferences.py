@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from autoamp.patching import original_of
 from autoamp.scaling import UnreadFlags, local_of
 from autoamp.torch_private import compiled_wrappers, tracing_state, undisturbed
 
+log = logging.getLogger(__name__)
+
 # So many calls are recorded, until one gives inf or nan again.
 _RECORDED = 8
 # Torch's own, also if this file is imported while lists are in force.
@@ -32,12 +35,12 @@ class InferenceCall(NamedTuple):
     """A call of a model.
 
     Attributes:
-        module: The model.
+        kind: The class of the model.
         step: What is recorded of it; None if it is not.
         recorded: Ends the record.
     """
 
-    module: Module
+    kind: type[Module]
     step: RecordedStep | None
     recorded: contextlib.ExitStack
 
@@ -48,7 +51,6 @@ class Inferences:
     Args:
         recorder: Records calls.
         explain: Explains a recorded call by the tape; None if inf was written on purpose.
-        tell: Called with the first sentence on each cause.
 
     Attributes:
         calls: The number of calls.
@@ -56,16 +58,12 @@ class Inferences:
     """
 
     def __init__(
-        self,
-        recorder: StepRecorder,
-        explain: Callable[[RecordedStep, list[Tensor]], Overflow | None],
-        tell: Callable[[str], object],
+        self, recorder: StepRecorder, explain: Callable[[RecordedStep, list[Tensor]], Overflow | None]
     ) -> None:
         self.calls = 0
         self.found: list[Overflow] = []
         self._recorder = recorder
         self._explain = explain
-        self._tell = tell
         self._nonfinite = 0
         self._model = ""
         self._recorded = 0
@@ -103,16 +101,15 @@ class Inferences:
             self._recorded -= 1
             step = recorded.enter_context(self._recorder.one_step())
             self._recorder.record_call(module, args, kwargs)
-        return InferenceCall(unwrapped(module), step, recorded)
+        return InferenceCall(type(unwrapped(module)), step, recorded)
 
     def end(self, call: InferenceCall, outputs: Any) -> None:
         """Look at the outputs of a call; None if it raised."""
         if call.step is not None:
             self._recorder.stop()
         tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
-        kind = type(call.module)
         with call.recorded:
-            if not tensors or kind in self._on_purpose:
+            if not tensors or call.kind in self._on_purpose:
                 return
             with undisturbed():
                 # A sum of finite values is finite in double precision.
@@ -120,11 +117,11 @@ class Inferences:
                 flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
                 flag = flag.isfinite().logical_not()
             if call.step is None and self._unread.serves(flag.device):
-                self._unread.add(flag, functools.partial(self._known, kind), urgent=True)
+                self._unread.add(flag, functools.partial(self._known, call.kind), urgent=True)
             elif bool(flag):
-                self._known(kind, True)
+                self._known(call.kind, True)
                 if call.step is not None:
-                    self._explain_call(kind, call.step, tensors)
+                    self._explain_call(call.kind, call.step, tensors)
 
     def _known(self, kind: type, is_nonfinite: bool) -> None:
         """Take note of a call whose outputs are known."""
@@ -142,4 +139,4 @@ class Inferences:
             self._nonfinite, self._model = 0, ""
         else:
             self.found.append(found)
-            self._tell(str(self.sentence))
+            log.warning("%s", self.sentence)

@@ -76,7 +76,7 @@ class OverflowTrace(Subscriber):
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = StepRecorder(casts, always=always)
         if always:
-            self.recorder.inferences = Inferences(self.recorder, self._explain_outputs, log.warning)
+            self.recorder.inferences = Inferences(self.recorder, self._explain_outputs)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
