@@ -103,7 +103,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._undoes = undoes
-        self._tape = tape
+        self.tape = tape
         self._where = where
         self._look = look
         self._memories = Memories(tape, limit)
@@ -128,7 +128,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
                 self._end(*before, args, kwargs, result)
         return result
 
-    def stop(self, why: str | None) -> None:
+    def stop(self, why: str | None = None) -> None:
         """Record no more.
 
         Args:
@@ -141,13 +141,13 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def begin_backward(self, given: Any) -> Iterator[None]:
-        """Take note of the gradients with which a backward pass begins."""
+        """Within the ``with`` statement a backward pass runs, by these gradients or by 1."""
         before, self._begins_backward = self._begins_backward, True
         try:
             if not self._is_full:
                 with self._guarded():
                     refs = [self._memories.read(tensor) for tensor in iter_tensors(given)]
-                    self._tape.events += [Seed(ref) for ref in refs]
+                    self.tape.events += [Seed(ref) for ref in refs]
             yield
         finally:
             self._begins_backward = before
@@ -172,11 +172,11 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
         except Exception as error:
             log.debug("an operator is not recorded", exc_info=True)
             reason = f"the recording failed: {type(error).__name__}: {error}"
-        self._tape.incomplete = self._tape.incomplete or reason
+        self.tape.incomplete = self.tape.incomplete or reason
         if reason is not None and not self._undoes:
             # Nothing of it runs again.
             self._is_full = True
-            self._tape.events.clear()
+            self.tape.events.clear()
 
     def _begin(self, func: Any, args: Any, kwargs: Any) -> tuple[Op, _Read] | None:
         """Return the operator that is about to run, and the tensors that it was given."""
@@ -227,7 +227,7 @@ class _Recorder(OperatorMode or object):  # type: ignore[misc]
             if traits.name == "aten::native_dropout":
                 # In fp32 it runs again by its mask, which has to be known by then.
                 self._refs(result, True, [])
-            self._tape.events.append(op)
+            self.tape.events.append(op)
             if self._look is not None:
                 self._look(op, result)
 
@@ -269,12 +269,10 @@ def _made_by(node: Any, name: str) -> bool:
     return bool(stem) and name.partition("::")[2].replace("_", "").startswith(stem)
 
 
-class _UnnoticedRecorder(Unnoticed, _Recorder):
-    """Records a program that computes as it does without."""
-
-
-class Recording:
+class Recording(Unnoticed, _Recorder):
     """The recording of a step, which spans several calls: on from `resume` to `pause`, in the thread that made it.
+
+    The program computes as it does without.
 
     Args:
         where: As for `record`.
@@ -287,14 +285,10 @@ class Recording:
     """
 
     def __init__(self, where: Callable[[], Place], *modes: Any, limit: float = MAX_BYTES, undoes: bool = False) -> None:
-        self.tape = Tape()
-        self._modes: tuple[Any, ...] = ()
+        super().__init__(Tape(), where, None, limit, undoes)
+        self._modes: tuple[Any, ...] = (self, *modes)
         if OperatorMode is None or OpOverload is None:
-            self.tape.incomplete = f"torch {torch.__version__} does not show operators"
-        else:
-            self._recorder = _UnnoticedRecorder(self.tape, where, None, limit, undoes)
-            self._modes = (self._recorder, *modes)
-        self._thread = threading.get_ident()
+            self._modes, self.tape.incomplete = (), f"torch {torch.__version__} does not show operators"
 
     def resume(self) -> None:
         """Record from now on, if this is the thread of the recording."""
@@ -312,12 +306,7 @@ class Recording:
             why: Why the rest of the step is not on the tape, if it goes on.
         """
         self.pause()
-        if self._modes:
-            self._recorder.stop(why)
-
-    def begin_backward(self, given: Any) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a backward pass runs, by these gradients or by 1."""
-        return self._recorder.begin_backward(given) if self._modes else contextlib.nullcontext()
+        super().stop(why)
 
 
 @contextlib.contextmanager
