@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -133,11 +134,8 @@ class Overflow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values under the names of the attributes; ``verdict`` is a mapping with its details."""
-
-        def with_lists(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
-
-        found = {"kind": self.kind, **asdict(self, dict_factory=with_lists)}
+        # Lists in place of tuples, as JSON has them.
+        found: dict[str, Any] = json.loads(json.dumps({"kind": self.kind, **asdict(self)}))
         return {**found, "verdict": {"type": type(self.verdict).__name__, **found["verdict"]}}
 
     def __str__(self) -> str:
