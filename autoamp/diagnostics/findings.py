@@ -1,17 +1,21 @@
-"""What a tape of a step tells: which op made inf or nan, and whether fp32 cures it."""
+"""What a tape of a step tells: which op made inf or nan, whether fp32 cures it, and by which entry of a list file.
+
+Each entry is tried on the tape before it is suggested.
+"""
 
 from __future__ import annotations
 
 import bisect
-from dataclasses import replace
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.entries import Entry, entries_for, in_fp32_with, is_half
-from autoamp.diagnostics.op_names import CASTS
+from autoamp.diagnostics.op_names import CASTS, fp32_entry
 from autoamp.diagnostics.origins import Evidence, Followed, NonFiniteOrigin, bare_op
-from autoamp.diagnostics.roundings import errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,
     HalfPrecisionOp,
@@ -21,13 +25,20 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
-from autoamp.tape import CannotRerun, Rerun, everything, iter_refs
+from autoamp.tape import CannotRerun, Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
 _MAX_SCALE_BITS = 40
 # Half precision alone puts gradients of deep models off by as much, as a part of those in fp32.
 _CLOSE = 1 / 8
 _MAX_LATER_OPS = 2
+# So many ops are tried that made the inputs of an op, and so many modules around it.
+_MAX_OPS, _MAX_MODULES = 4, 3
+# All lists have these in half precision.
+_PRODUCTS = re.compile(r"mm|conv|dot|mv|lstm|gru|rnn|attention|linear")
+
+Choice = Callable[[Op], bool]
+"""Which operators of a tape run in fp32."""
 
 
 def unlocated(why: str) -> Overflow:
@@ -148,7 +159,7 @@ def half_precision_finding(step: Evidence, origin: NonFiniteOrigin, wide: Follow
         places = [op.place for op in wide.too_large if not op.place.is_cast]
         names = tuple(dict.fromkeys((*names, *(name for place in places for name in place.names))))
         casts = [str(place.location) for place in places if place.function in CASTS]
-    entries = entries_for(step.tape, origin.op, names)
+    entries = _entries_for(step.tape, origin.op, names)
     entry = next((one for one in entries if _heals(step, one)), None)
     if entry is None and names and is_half(origin.op):
         entry = _with_later_ops(step, Entry(names))
@@ -187,7 +198,7 @@ def _heals(step: Evidence, entry: Entry) -> bool:
         if _causes(step, run):
             return False
         wide = Rerun(step.tape, everything, factor=factor).finish()
-        errors = sorted(errors_of(step, run.rerun, wide).parameters.values())
+        errors = sorted(step.errors(run.rerun, wide).parameters.values())
         # The rest in half precision explains as much.
         if not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2]):
             return True
@@ -235,3 +246,128 @@ def _highest_finite_scale(step: Evidence) -> float:
 
     bits = 1 + bisect.bisect_left(range(1, _MAX_SCALE_BITS + 1), True, key=is_finite)
     return max(1.0, step.scale * 2.0**-bits)
+
+
+# -- entries --
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of a list file.
+
+    Attributes:
+        names: The functions that it keeps in fp32.
+        module: The class that it keeps in fp32 under ``[modules]``, if it names no functions.
+    """
+
+    names: tuple[str, ...] = ()
+    module: str | None = None
+
+    def acts_on(self, op: Op) -> bool:
+        """Whether it acts on an op. No list acts on one without tensors, as `torch.arange`."""
+        if next(iter_refs((op.args, op.kwargs)), None) is None:
+            return False
+        return self.module in op.place.classes or not set(self.names).isdisjoint(op.place.names)
+
+    def advice(self, in_place: bool = False) -> str:
+        """Return the sentence that suggests it, which was tried; ``in_place`` is that of `fp32_entry`."""
+        if self.module is not None:
+            return f'add "{self.module}" = "fp32" under [modules] to the list file (tried)'
+        return str(fp32_entry(self.names, in_place)).replace("to the list file", "to the list file (tried)")
+
+
+def is_half(op: Op) -> bool:
+    """Whether an op has a result in half precision, or begins with a cast to it."""
+    return op.place.is_cast or any(ref.dtype in HALF_DTYPES for ref in iter_refs(op.outputs))
+
+
+def is_product(op: Op) -> bool:
+    """Whether an op is one for whose speed people take half precision."""
+    return _PRODUCTS.search(op.name) is not None
+
+
+def half_ops_before(tape: Tape, op: Op) -> Iterator[Op]:
+    """Yield the ops in half precision that an op's arguments were computed by, the last ones first."""
+    ops = list(tape.ops)
+    wanted = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
+    for earlier in reversed(ops[: ops.index(op)]):
+        if not wanted.isdisjoint(ref.memory for ref in iter_refs(earlier.outputs)):
+            wanted.update(ref.memory for ref in iter_refs((earlier.args, earlier.kwargs)))
+            if is_half(earlier):
+                yield earlier
+
+
+def _entries_for(tape: Tape, op: Op, own: tuple[str, ...]) -> Iterator[Entry]:
+    """Yield what could keep an op from losing values, in the order in which it is tried.
+
+    That is the op in fp32, then the ops that made its inputs as well, then a module of the program's around it. Entries
+    that are in force already are left out, and all but the first that leave no product of the step in half precision.
+
+    Args:
+        tape: The step.
+        op: The op.
+        own: The names of the op that an entry has.
+    """
+    found = []
+    names = own if is_half(op) else ()
+    if names:
+        yield Entry(names)
+    before = (earlier for earlier in half_ops_before(tape, op) if earlier.place.names)
+    for earlier in itertools.islice(before, _MAX_OPS):
+        if not set(earlier.place.names) <= set(names):
+            names = tuple(dict.fromkeys((*names, *earlier.place.names)))
+            found.append(Entry(names))
+    yield from (entry for entry in (*found, *module_entries(op)) if keeps_products(tape, entry.acts_on))
+
+
+def module_entries(op: Op) -> list[Entry]:
+    """Return the entries for the modules of the program around an op, the innermost first."""
+    names = dict.fromkeys(name for name in reversed(op.place.classes) if not name.startswith("torch."))
+    return [Entry(module=name) for name in names][:_MAX_MODULES]
+
+
+def keeps_products(tape: Tape, chosen: Choice) -> bool:
+    """Whether products of the step stay in half precision, if there are any, without some operators."""
+    products = [op for op in tape.ops if op.phase != "backward" and is_half(op) and is_product(op)]
+    return not products or not all(map(chosen, products))
+
+
+def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
+    """Return which operators run in fp32 if some do, as an entry of a list makes them.
+
+    What gets their fp32 results computes in fp32 too, but for products and for what else half copies were made for.
+
+    Args:
+        tape: The step.
+        has: Whether an operator is one of these.
+        within: Whether they are all that is called in some modules, in which half tensors that the program itself makes
+            stay half.
+    """
+    casts: dict[int, Place] = {}
+    chosen: set[Place] = set()
+    wide: set[int] = set()
+    # Half tensors that the program makes within the modules.
+    own_half: set[int] = set()
+    # Operators of a backward pass have the places of those of the forward pass.
+    for op in (op for op in tape.ops if op.phase != "backward"):
+        given, results = list(iter_refs((op.args, op.kwargs))), list(iter_refs(op.outputs))
+        read, made = {ref.memory for ref in given}, {ref.memory for ref in results}
+        feeding = {casts[memory] for memory in read if memory in casts}
+        makes_half = any(ref.dtype in HALF_DTYPES for ref in results)
+        is_promoted = not read.isdisjoint(wide)
+        is_listed = has(op)
+        if is_listed and within and not op.place.is_cast:
+            halves = {ref.memory for ref in given if ref.dtype in HALF_DTYPES}
+            is_listed = op.place.function not in CASTS and not (halves and halves <= own_half)
+            own_half |= made if makes_half and not is_listed else set()
+        if op.place.is_cast:
+            casts.update(dict.fromkeys(made, op.place))
+            # A cast to fp32 of what is fp32 by the entry, whose gradient is then fp32 too.
+            chosen |= {op.place} if is_promoted and not makes_half else set()
+        elif is_listed:
+            chosen |= {op.place, *feeding}
+            wide |= made
+        elif is_promoted and not (makes_half and (feeding or op.place.function in CASTS or is_product(op))):
+            chosen.add(op.place)
+            wide |= made
+    return lambda op: op.place in chosen

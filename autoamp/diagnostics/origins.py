@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.diagnostics.ranges import relative_error
 from autoamp.patching import original_of
 from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of, written
 from autoamp.tensors import HALF_DTYPES
@@ -33,6 +34,8 @@ _OVERWRITES = frozenset(
 # In training these write their running statistics, which the result does not depend on.
 _NORMS = frozenset(f"aten::{name}" for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"))
 _CHECK = "aten::_amp_foreach_non_finite_check_and_unscale_"
+# Gradients below this part of the largest one differ in any precision.
+_SMALL = 1e-3
 # Torch's own, also if this file is imported while lists are in force.
 _SUM: Any = original_of(Tensor.sum)
 
@@ -226,6 +229,34 @@ class Named:
 
 
 @dataclass(frozen=True)
+class Errors:
+    """How far a step is from fp32; ``str()`` says so. An error is the 2-norm of the difference, as a part of fp32's.
+
+    Attributes:
+        parameters: That of each parameter's gradient, but for those that are too small to tell.
+        loss: That of the losses.
+    """
+
+    parameters: dict[str, float]
+    loss: float
+
+    @property
+    def gradients(self) -> float:
+        """The root of the mean square over the parameters, none of them above 1."""
+        squares = [min(error, 1.0) ** 2 for error in self.parameters.values()]
+        return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+    def __str__(self) -> str:
+        worst = max(self.parameters, key=self.parameters.__getitem__, default=None)
+        of_worst = "" if worst is None else f" (of {worst} by {_percent(self.parameters[worst])})"
+        return f"the gradients are off by {self.gradients:.1%}{of_worst} and the loss by {_percent(self.loss)}"
+
+
+def _percent(error: float) -> str:
+    return f"{error:.1%}" if error < 10.0 else "more than 1000%"
+
+
+@dataclass(frozen=True)
 class Evidence:
     """What a verdict is found by, also on another machine.
 
@@ -246,10 +277,18 @@ class Evidence:
         inputs = frozenset(one.ref.memory for one in self.named if one.kind == "input")
         return Followed(self.tape, in_fp32, inputs=inputs, **options)
 
-    def values(self, kind: str, half: Rerun, wide: Rerun) -> list[tuple[str, Tensor, Tensor]]:
-        """Return the tensors of a kind with their names, as two runs that have ended computed them, both in fp32."""
+    def errors(self, run: Rerun, wide: Rerun) -> Errors:
+        """Return the errors of a run beside a run in fp32, both ended."""
+        grads, losses = self._values("grad", run, wide), self._values("loss", run, wide)
+        sizes = {name: float(full.square().mean().sqrt()) for name, _, full in grads}
+        least = _SMALL * max(sizes.values(), default=0.0)
+        found = {name: relative_error(half, full) for name, half, full in grads if sizes[name] > least}
+        return Errors(found, max((relative_error(half, full) for _, half, full in losses), default=0.0))
+
+    def _values(self, kind: str, run: Rerun, wide: Rerun) -> list[tuple[str, Tensor, Tensor]]:
+        """Return the tensors of a kind with their names, as both runs computed them, in fp32."""
         refs = {one.ref: one.name for one in self.named if one.kind == kind and 0 not in one.ref.size}
-        return [(name, half.value(ref).float(), wide.value(ref).float()) for ref, name in refs.items()]
+        return [(name, run.value(ref).float(), wide.value(ref).float()) for ref, name in refs.items()]
 
 
 def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:

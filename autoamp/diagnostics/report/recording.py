@@ -16,7 +16,7 @@ from autoamp.diagnostics.monitors import Followers
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import ValueProfile
-from autoamp.diagnostics.report.step_check import StepCheck
+from autoamp.diagnostics.step_check import StepCheck
 from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.program import listen

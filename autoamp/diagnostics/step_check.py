@@ -1,70 +1,54 @@
-"""Ops that make a step wrong in half precision without any inf: the tape in half precision beside the tape in fp32.
+"""Compares a step that is about to be taken with the same step in fp32, by its tape.
 
-Each half op rounds its results, in bf16 to about 2**-9, and most programs do not notice. Some ops enlarge such an
-error: the sine of an angle of 3000, or 1 - p of a p close to 1. They are those whose results are far from fp32 while
-what they read is not. The error comes from the half ops that made what they read. The tape runs again with these in
-fp32, and they are told if that removes most of the error of the gradients or the loss.
+An op may overflow although every gradient is finite: 1 / inf is 0, and so is each gradient before it. The step is not
+skipped. Other ops round: each half op rounds its results, in bf16 to about 2**-9, and most programs do not notice.
+Some ops enlarge such an error: the sine of an angle of 3000, or 1 - p of a p close to 1. They are those whose results
+are far from fp32 while what they read is not. The error comes from the half ops that made what they read. The tape runs
+again with these in fp32, and they are told if that removes most of the error of the gradients or the loss.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from autoamp.diagnostics.entries import (
+from autoamp.diagnostics.findings import (
     Choice,
     Entry,
     half_ops_before,
+    half_precision_finding,
     in_fp32_with,
     is_half,
     is_product,
     keeps_products,
     module_entries,
 )
-from autoamp.diagnostics.origins import Evidence
+from autoamp.diagnostics.half_losses import is_sampled
+from autoamp.diagnostics.origins import Errors, Evidence
+from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import relative_error
+from autoamp.diagnostics.tables import first_of
+from autoamp.diagnostics.verdicts import Overflow
 from autoamp.tape import Op, Rerun, Tape, everything, iter_refs
-from autoamp.tensors import dtype_name, iter_tensors
+from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
+log = logging.getLogger(__name__)
+
+# From this difference on, as a part of the gradient in fp32, the gradient in half precision is wrong.
+_WRONG = 0.5
 # Ops are looked for if a step is off by so many units in the last place of the half dtype, and by this part.
 _FAR_UNITS, _FAR = 16, 0.02
 # The results of an op that enlarges an error are off by so many units, and so many times as far as what it reads.
 _LARGE_UNITS, _TIMES = 8, 4.0
 # Ops and entries are told if at most so much of the error is left with them in fp32.
 _LEFT = 1 / 3
-# Gradients below this part of the largest one differ in any precision.
-_SMALL = 1e-3
 # So many ops that enlarge errors are looked at, and so many lines before each.
 _MAX_OPS, _MAX_LINES = 3, 4
-
-
-@dataclass(frozen=True)
-class Errors:
-    """How far a step is from fp32; ``str()`` says so. An error is the 2-norm of the difference, as a part of fp32's.
-
-    Attributes:
-        parameters: That of each parameter's gradient, but for those that are too small to tell.
-        loss: That of the losses.
-    """
-
-    parameters: dict[str, float]
-    loss: float
-
-    @property
-    def gradients(self) -> float:
-        """The root of the mean square over the parameters, none of them above 1."""
-        squares = [min(error, 1.0) ** 2 for error in self.parameters.values()]
-        return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
-
-    def __str__(self) -> str:
-        worst = max(self.parameters, key=self.parameters.__getitem__, default=None)
-        of_worst = "" if worst is None else f" (of {worst} by {_percent(self.parameters[worst])})"
-        return f"the gradients are off by {self.gradients:.1%}{of_worst} and the loss by {_percent(self.loss)}"
 
 
 @dataclass(frozen=True)
@@ -116,19 +100,65 @@ class Rounding:
         }  # fmt: skip
 
 
-def _percent(error: float) -> str:
-    return f"{error:.1%}" if error < 10.0 else "more than 1000%"
+class StepCheck:
+    """Compares steps that are about to be taken with fp32, by the tapes that `OverflowTrace` recorded.
 
+    Args:
+        overflows: Records the steps. Nothing is compared unless it records all of them.
 
-def errors_of(step: Evidence, run: Rerun, wide: Rerun) -> Errors:
-    """Return the errors of a run beside a run in fp32, both ended."""
-    grads = [
-        (name, half, full, float(full.square().mean().sqrt())) for name, half, full in step.values("grad", run, wide)
-    ]
-    least = _SMALL * max((size for *_, size in grads), default=0.0)
-    found = {name: relative_error(half, full) for name, half, full, size in grads if size > least}
-    losses = [relative_error(half, full) for _, half, full in step.values("loss", run, wide)]
-    return Errors(found, max(losses, default=0.0))
+    Attributes:
+        faults: The ops that overflowed in steps that were not skipped, each with what was found in words.
+        roundings: The ops that made steps wrong without an overflow, each with the number of the step.
+        farthest: The errors of the step whose gradients were farthest from fp32; None if none were compared.
+        compared: The number of steps that were compared.
+        unchecked: Why the last step that could not be compared was not; None if all were.
+    """
+
+    def __init__(self, overflows: OverflowTrace) -> None:
+        self.faults: list[tuple[str, Overflow]] = []
+        self.roundings: list[tuple[int, Rounding]] = []
+        self.farthest: Errors | None = None
+        self.compared = 0
+        self.unchecked: str | None = None
+        self._overflows = overflows
+
+    def compare(self, step: int) -> None:
+        """Compare the coming step with fp32, if its number, from 0, is 0, 1, 4, 16 and so on."""
+        if not (self._overflows.always and (step == 0 or is_sampled(step))):
+            return
+        try:
+            self._compare(step)
+            self.compared += 1
+        except Exception as error:
+            # A comparison never ends the program.
+            self.unchecked = str(error) or type(error).__name__
+            log.debug("a step could not be compared with fp32", exc_info=True)
+
+    def _compare(self, step: int) -> None:
+        """Find the first op that overflows in half precision, if that changes gradients, or else ops that round."""
+        observation = self._overflows.observation
+        evidence = self._overflows.evidence(self._overflows.recorder.step, 1.0)
+        with observation.quietly(), observation.casts.switched(False, forced_off=True):
+            half = evidence.follow()
+            # If gradients are not finite the step will be skipped, and that overflow is explained.
+            if half.at_gradients:
+                return
+            wide = Rerun(evidence.tape, everything).finish()
+            errors = evidence.errors(half.rerun, wide)
+            if self.farthest is None or errors.gradients > self.farthest.gradients:
+                self.farthest = errors
+            origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
+            origin = next((one for one in origins if not one.intended), None)
+            wrong = [name for name, error in errors.parameters.items() if error > _WRONG]
+            if origin is not None and wrong:
+                overflow = half_precision_finding(evidence, origin, evidence.follow(everything))
+                if overflow.place not in [known.place for _, known in self.faults]:
+                    taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
+                    overflow_there = replace(overflow, iteration=step, parameter=wrong[0])
+                    self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
+            rounding = _find_rounding(evidence, errors, wide) if origin is None else None
+            if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
+                self.roundings.append((step, rounding))
 
 
 class _Line(NamedTuple):
@@ -153,7 +183,7 @@ def _line_of(tape: Tape, op: Op) -> _Line:
     return _Line(place.function, place.location, place.module if in_torch or is_layer else None)
 
 
-def find_rounding(step: Evidence, errors: Errors, wide: Rerun) -> Rounding | None:
+def _find_rounding(step: Evidence, errors: Errors, wide: Rerun) -> Rounding | None:
     """Return the ops whose rounding makes most of the error of a step; None if the error is small, or no ops do.
 
     Args:
@@ -172,7 +202,7 @@ def find_rounding(step: Evidence, errors: Errors, wide: Rerun) -> Rounding | Non
 
     def left(has: Choice, within: bool = False) -> float:
         run = Rerun(step.tape, in_fp32_with(step.tape, has, within=within)).finish()
-        rest = errors_of(step, run, wide)
+        rest = step.errors(run, wide)
         return rest.gradients / errors.gradients if in_gradients else rest.loss / errors.loss
 
     for op in itertools.islice(_enlarging(step.tape, unit), _MAX_OPS):
