@@ -119,7 +119,11 @@ class KeptCall:
         device_type = casts.device_type
         is_cast = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type)) if is_cast else None
-        self._random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._random: tuple[Any, ...] = ()
+        if not is_recorded:
+            # Within a CUDA graph these cannot be read.
+            gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+            self._random = torch.get_rng_state(), gpu
 
     @property
     def module(self) -> Module:
@@ -173,9 +177,10 @@ class KeptCall:
             CannotRerun: The inputs are gone, or the outputs are others than in the step.
         """
         args, kwargs = self.inputs()
-        torch.set_rng_state(self._random[0])
-        if self._random[1] is not None:
-            torch.cuda.set_rng_state(self._random[1])
+        cpu, gpu = self._random
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
         with self.as_cast():
             outputs = floating(self.module(*args, **kwargs))
         with undisturbed():
