@@ -50,7 +50,7 @@ _TYPES = (Tensor, torch.nn.Parameter)
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RecordedStep:
     """What is recorded of a step.
 
