@@ -143,8 +143,8 @@ def test_looking_on_is_not_counted_or_traced() -> None:
 
 
 def test_a_graph_that_is_kept_stays_valid() -> None:
-    """Buffers that a replay writes and puts back are those that another backward pass needs."""
-    handle = started(64.0)
+    """Buffers that a second call of the model writes and puts back are those that another backward pass needs."""
+    handle = started(64.0, traced=False)
     net = nn.Sequential(nn.BatchNorm1d(4), Net(squared))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     kept = nn.Linear(4, 4)(torch.randn(5, 4)) * net[0].running_var
@@ -152,7 +152,7 @@ def test_a_graph_that_is_kept_stays_valid() -> None:
         scaled.backward()
     before = net[0].running_var._version
     optimizer.step()
-    assert handle.skipped_steps == 1
+    assert found_in(handle).module == "1.faulty"
     assert net[0].running_var._version == before
     assert kept.requires_grad
 
@@ -173,9 +173,9 @@ def cross_entropy(out: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, -2), torch.zeros(8, dtype=torch.long))
 
 
-def operators_of_step(layers: int, loss: Callable[[Tensor], Tensor], *, traced: bool) -> int:
+def operators_of_step(loss: Callable[[Tensor], Tensor], *, traced: bool) -> int:
     torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), layers)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3)
     optimizer, handle = torch.optim.SGD(model.parameters(), lr=0.01), started(64.0, traced=traced)
     x = torch.randn(2, 4, 16)
     for _ in range(12):
@@ -189,11 +189,7 @@ def operators_of_step(layers: int, loss: Callable[[Tensor], Tensor], *, traced: 
 
 @pytest.mark.parametrize("loss", [cross_entropy, mean_square])
 def test_a_clean_step_runs_no_more_operators(loss: Callable[[Tensor], Tensor]) -> None:
-    more = [
-        operators_of_step(layers, loss, traced=True) - operators_of_step(layers, loss, traced=False)
-        for layers in (1, 3)
-    ]
-    assert more == [0, 0]
+    assert operators_of_step(loss, traced=True) == operators_of_step(loss, traced=False)
 
 
 class Refusing(Tensor):
