@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.children import ChildReports, make_folder, take_reports
+from autoamp.cli.children import FOLDER_VARIABLE, ChildReports, make_folder, take_reports
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
@@ -123,6 +123,8 @@ class _RunEnd:
         self._process = os.getpid()
         self._exit_code = 0
         self._document: dict[str, Any] = {}
+        # A run within another one counts alone.
+        os.environ.pop(FOLDER_VARIABLE, None)
         self._children = None if quiet and path is None else make_folder()
         if self._children is not None:
             ChildReports(run, self._children)

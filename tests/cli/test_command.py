@@ -210,6 +210,7 @@ if __name__ == "__main__":
             mp.get_context(how).Process(target=work, args=(steps,)).start()
 """,
     "own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n',
+    "nests.py": "import subprocess, sys\nsubprocess.check_call([sys.executable, '-m', 'autoamp', *sys.argv[1:]])\n",
     "real/apex/__init__.py": "print('the real one')\n",
     "real/imports_apex.py": "import apex\n",
 }
@@ -265,6 +266,9 @@ TOLD: dict[str, tuple[list[str], int, str, str]] = {
     "lists reach the program": ([*RUN, "--quiet", "--lists", "own.toml", "plain.py"], 0, OUT, ""),
     "workers of a data loader are no children that count": (
         [*RUN, "children.py", "loader"], 0, "", "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;",
+    ),
+    "a run within another one is not counted by that": (
+        [*RUN, "nests.py", *RUN, "--quiet", "children.py", "spawn"], 0, "", "autoamp: bfloat16 on cpu (O1); ops 0;",
     ),
     "torchrun is refused with what to do": (
         [*RUN, "-m", "torch.distributed.run", "--nproc-per-node=2", "plain.py"], 2, "",
