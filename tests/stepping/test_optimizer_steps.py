@@ -151,4 +151,5 @@ def test_a_step_that_was_bound_early_is_skipped_under_a_handle_and_is_torch_s_ow
         assert bool((param == 1.0).all())
         handle.deactivate()
         assert kind.step is before  # type: ignore[attr-defined]
-    assert [cell.cell_contents for cell in before.__closure__] == [before.__wrapped__]
+    # Once a program has compiled, Dynamo has a cell in the step of LBFGS too.
+    assert before.__wrapped__ in [cell.cell_contents for cell in before.__closure__]
