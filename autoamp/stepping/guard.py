@@ -22,8 +22,9 @@ from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.program import Subscriber
 from autoamp.scaling import LossScaler, Scale, non_finite
 from autoamp.stepping.attach import AttachedMethod, named_params, takes_flag
+from autoamp.stepping.grads import ScaledGrads
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.overflow_checks import OverflowCheck, PendingChecks, ScaledGrads
+from autoamp.stepping.overflow_checks import OverflowCheck, PendingChecks
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, StepOwner
 from autoamp.stepping.undo import GradsCopy, StepCopy, forget_state, state_size

@@ -7,13 +7,11 @@ their flags, or hands them to the optimizer on its device, and the loss scalers 
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from autoamp.program import Subscriber
 from autoamp.scaling import (
@@ -24,7 +22,6 @@ from autoamp.scaling import (
     SyncGroup,
     clip_,
     found_any,
-    is_sharded,
     meshes_of,
     powered_norm,
     reduce_found_inf,
@@ -32,11 +29,9 @@ from autoamp.scaling import (
     sync_group,
     unscale_,
 )
-from autoamp.stepping.attach import stepped_params
-from autoamp.stepping.masters import MasterWeights
+from autoamp.stepping.grads import CheckedGrads, ScaledGrads
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, Step, StepOwner
-from autoamp.tensors import version_of
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
@@ -106,139 +101,6 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
     for check, flags in unread:
         check.overflowed = any(values[: len(flags)])
         values = values[len(flags) :]
-
-
-def resolve(checks: Sequence[OverflowCheck]) -> OverflowCheck | None:
-    """Read the checks of one step, tell every scaler among them once, and return the check to blame, if any.
-
-    The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
-    nothing, as an inf stays in a gradient that is accumulated.
-    """
-    read_checks(checks)
-    blamed = next((check for check in checks if check.overflowed), None)
-    clean = list(checks if blamed is None else checks[: checks.index(blamed)])
-    # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients.
-    if blamed is not None and not any(one.reported.told for one in checks if one.scaler is blamed.scaler):
-        blamed.scaler.update(True)
-    for scaler in dict.fromkeys(check.scaler for check in clean):
-        heard = any(check.reported.told is not None for check in clean if check.scaler is scaler)
-        if not heard and (blamed is None or scaler is not blamed.scaler):
-            scaler.update(False)
-    for check in checks:
-        if check in clean or check.overflowed:
-            check.reported.told = bool(check.reported.told) or check not in clean
-    return blamed
-
-
-def resolve_on_device(checks: Sequence[OverflowCheck], tell: Callable[[bool], None]) -> Tensor | None:
-    """Settle the checks of one step without reading them: the scaler moves on by a flag that stays on the device.
-
-    Args:
-        checks: In the order of the blocks, at least one.
-        tell: Called with whether they overflowed, once that is known; it raises nothing.
-
-    Returns:
-        The flag, fp32 without dimensions, not 0 where any gradient overflowed. None where checks must be read, and
-        nothing was done: some are read already, several scalers have a part in it, or the scaler lives on the host.
-    """
-    first = checks[0]
-    scaler, is_reported = first.scaler, first.reported.told is not None
-    for check in checks:
-        is_like_first = check.scaler is scaler and (check.reported.told is not None) is is_reported
-        if check.overflowed is not None or not check.is_complete or not is_like_first:
-            return None
-    found = [flag for check in checks for flag in check.found]
-    if not found or not all(scaler.serves_device(flag.device) for flag in found):
-        return None
-    flags = [flag.to(found[0].device, non_blocking=True).view(()) for flag in found]
-    flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-    (scaler.unread.add if is_reported else scaler.update_later)(flag, tell)
-    for check in checks:
-        # The device tells the scaler itself: another optimizer of the block has nothing to add.
-        check.reported.told = True
-    return flag
-
-
-# -- which gradients were checked --
-
-Mark = tuple[TensorWeakRef, int | None]
-
-
-def mark_of(gradient: Tensor) -> Mark:
-    """Return what tells this gradient, with these values, from any other: the object and its version.
-
-    Writes that torch does not count go unseen: through ``.data``, through numpy, and in-place collectives. Of a DTensor
-    the version is None, since it does not count multi-tensor functions either. The object is referred to weakly, since
-    an id is used again.
-    """
-    return TensorWeakRef(gradient), None if is_sharded(gradient) else version_of(gradient)
-
-
-def is_same_gradient(mark: Mark | None, gradient: Tensor) -> bool:
-    """Whether a gradient is the one of the mark, and was not written to since."""
-    return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == version_of(gradient)
-
-
-class CheckedGrads:
-    """The gradients of one optimizer that were checked, as they were then."""
-
-    def __init__(self) -> None:
-        self._marks: dict[int, Mark] = {}
-
-    def note(self, params: Iterable[Tensor]) -> None:
-        """Take note that the gradients of these parameters were checked as they are now."""
-        self._marks.update((id(param), mark_of(param.grad)) for param in params if param.grad is not None)
-
-    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradients were not checked, or were written to or replaced since."""
-        get = self._marks.get
-        return [p for p in params if p.grad is not None and not is_same_gradient(get(id(p)), p.grad)]
-
-
-# -- the checks of one optimizer --
-
-
-class ScaledGrads:
-    """The gradients of one optimizer, and their scale.
-
-    Args:
-        optimizer: Referred to weakly.
-        masters: The masters that it steps in place of half parameters.
-
-    Attributes:
-        masters: As given.
-        scale: The scale of all gradients now: 1.0 outside blocks but for ``delay_unscale``.
-        delayed: The scaler of the block that has left the gradients scaled, if one has.
-    """
-
-    def __init__(self, optimizer: weakref.ref[Any], masters: MasterWeights | None) -> None:
-        self.masters = masters
-        self.scale: Scale = 1.0
-        self._optimizer = optimizer
-        self.delayed: LossScaler | None = None
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, None once it is gone."""
-        return self._optimizer()
-
-    def params(self) -> Sequence[Tensor]:
-        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
-        return stepped_params(self._optimizer())
-
-    def leaves(self) -> list[Tensor]:
-        """Return the tensors whose gradients backward passes make: what the optimizer steps, and half parameters."""
-        halves = [] if self.masters is None else [half for half, _ in self.masters.pairs]
-        return [*halves, *self.params()]
-
-    def has_any(self) -> bool:
-        """Whether any gradient is there."""
-        return any(param.grad is not None for param in self.params())
-
-    def collect(self, *, new_pass: bool = False) -> None:
-        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
-        if self.masters is not None:
-            self.masters.collect(new_pass=new_pass)
 
 
 class PendingChecks:
@@ -378,9 +240,26 @@ class PendingChecks:
         return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
-        """Read the pending checks, tell the scalers, and return the check to blame, if any."""
+        """Read the pending checks, tell every scaler among them once, and return the check to blame, if any.
+
+        The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
+        nothing, as an inf stays in a gradient that is accumulated.
+        """
         self.resolved, self.checks = self.checks, []
-        blamed = resolve(self.resolved)
+        checks = self.resolved
+        read_checks(checks)
+        blamed = next((check for check in checks if check.overflowed), None)
+        clean = list(checks if blamed is None else checks[: checks.index(blamed)])
+        # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients.
+        if blamed is not None and not any(one.reported.told for one in checks if one.scaler is blamed.scaler):
+            blamed.scaler.update(True)
+        for scaler in dict.fromkeys(check.scaler for check in clean):
+            heard = any(check.reported.told is not None for check in clean if check.scaler is scaler)
+            if not heard and (blamed is None or scaler is not blamed.scaler):
+                scaler.update(False)
+        for check in checks:
+            if check in clean or check.overflowed:
+                check.reported.told = bool(check.reported.told) or check not in clean
         if blamed is not None:
             # Inf and nan are in them from now on, and no pending check tells.
             self.checked = CheckedGrads()
@@ -395,21 +274,38 @@ class PendingChecks:
             self.resolve()
 
     def resolve_on_device(self) -> Tensor | None:
-        """Settle the pending checks on their device and return the flag; None where they are to be read."""
+        """Settle the pending checks without reading them: the scaler moves on by a flag that stays on the device.
+
+        Returns:
+            The flag, fp32 without dimensions, not 0 where any gradient overflowed. None where checks must be read, and
+            nothing was done: there are none, some are read already, several scalers have a part in them, the scaler
+            lives on the host, or the host is to know at once.
+        """
         if not self.checks or any(self._owner().program.tell(Subscriber.wants_flags)):
             return None
-        scaler, skips = self.checks[0].scaler, self._skips
-        skips.wait_by(scaler.unread)
-        step = skips.step
+        scaler, is_reported = self.checks[0].scaler, self.checks[0].reported.told is not None
+        for check in self.checks:
+            is_like_first = check.scaler is scaler and (check.reported.told is not None) is is_reported
+            if check.overflowed is not None or not check.is_complete or not is_like_first:
+                return None
+        found = [flag for check in self.checks for flag in check.found]
+        if not found or not all(scaler.serves_device(flag.device) for flag in found):
+            return None
+        flags = [flag.to(found[0].device, non_blocking=True).view(()) for flag in found]
+        flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        skips, step = self._skips, self._skips.step
 
         def tell(skipped: bool) -> None:
             skips.end(step, scaler if skipped else None, scaler.scale_before, late=True)
 
-        flag = resolve_on_device(self.checks, tell)
-        if flag is not None:
-            self.resolved, self.checks = self.checks, []
-            step.unread = scaler.unread
-            self.checked = CheckedGrads()
+        skips.wait_by(scaler.unread)
+        (scaler.unread.add if is_reported else scaler.update_later)(flag, tell)
+        for check in self.checks:
+            # The device tells the scaler itself: another optimizer of the block has nothing to add.
+            check.reported.told = True
+        self.resolved, self.checks = self.checks, []
+        step.unread = scaler.unread
+        self.checked = CheckedGrads()
         return flag
 
     # -- several ranks --

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.scaling import is_sharded
+from autoamp.scaling import meshes_of
 from autoamp.stepping.links import master_of
 from autoamp.stepping.replicas import kept_equal, living_wrappers, several_processes
 
@@ -35,19 +35,14 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
 
     They are those of each DTensor's mesh, of each DistributedDataParallel around a parameter and of each process group.
     """
-    found: dict[tuple[int, ...], None] = {}
-    for param in params:
-        if is_sharded(param):
-            mesh: Any = param
-            found[tuple(sorted(mesh.device_mesh.mesh.flatten().tolist()))] = None
+    found: list[list[int]] = [mesh.mesh.flatten().tolist() for mesh in meshes_of(params)]
     wanted = set(map(id, params))
     for wrapper in living_wrappers():
         kept = kept_equal(wrapper)
         if not wanted.isdisjoint(map(id, [*kept, *map(master_of, kept)])):
-            found[tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))] = None
-    for group in groups:
-        found[tuple(sorted(dist.get_process_group_ranks(group)))] = None
-    return [ranks for ranks in found if len(ranks) > 1]
+            found.append(dist.get_process_group_ranks(wrapper.process_group))
+    found += map(dist.get_process_group_ranks, groups)
+    return [ranks for ranks in dict.fromkeys(tuple(sorted(one)) for one in found) if len(ranks) > 1]
 
 
 def announce_disabled() -> None:

@@ -1,4 +1,4 @@
-"""Which ranks agree on a step, and what they exchange. With spawned ranks: integration/test_agreement.py."""
+"""Which ranks agree on a step, what they exchange, and parts of DTensors. Spawned: integration/test_agreement.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoamp.errors import UsageError
 from autoamp.scaling import (
@@ -22,6 +22,13 @@ from autoamp.scaling import (
     powered_norm,
     reduce_found_inf,
     sync_group,
+)
+from autoamp.scaling.shards import (
+    copies_in_mesh,
+    is_flat,
+    is_sharded,
+    local_of,
+    reduce_partial,
 )
 
 
@@ -153,3 +160,43 @@ def test_clipping_multiplies_where_the_norm_is_too_high_and_finite(norm: float) 
     assert [param.grad.sum().item() for param in params[:2] if param.grad is not None] == pytest.approx(
         [3.0 * factor, 4.0 * factor], rel=1e-5
     )
+
+
+# -- DTensors and flat parameters, on one rank --
+
+
+def shard(placement: Any, value: torch.Tensor) -> Any:
+    return DTensor.from_local(value, init_device_mesh("cpu", (1,)), [placement], run_check=False)
+
+
+def test_a_plain_parameter_is_no_shard() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    assert not is_sharded(parameter)
+    assert not is_flat(parameter)
+    assert local_of(parameter) is parameter
+    assert meshes_of([parameter]) == []
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
+    value = torch.ones(2)
+    whole = shard(Replicate(), value)
+    assert is_sharded(whole)
+    assert type(local_of(whole)) is torch.Tensor
+    local_of(whole).mul_(2.0)
+    assert torch.equal(value, torch.full((2,), 2.0))
+    assert meshes_of([value, whole, whole]) == [whole.device_mesh]
+    assert copies_in_mesh(whole) == 1
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_addends_become_a_sum(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(shard(Replicate(), torch.ones(2, dtype=dtype)))
+    parameter.grad = shard(Partial(), torch.ones(2, dtype=dtype))
+    reduce_partial([nn.Parameter(torch.ones(1)), parameter], halves_alone=True)
+    gradient: Any = parameter.grad
+    assert gradient.placements[0].is_partial() is (dtype is torch.float32)
+    reduce_partial([parameter], halves_alone=False)
+    gradient = parameter.grad
+    assert gradient.placements == (Replicate(),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -217,3 +218,18 @@ def test_under_a_scheduler_an_uninstalled_guard_lets_calls_pass() -> None:
     setup.param.grad = torch.ones(2)
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
+
+
+# -- what is logged --
+
+
+def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup()
+    with caplog.at_level(logging.WARNING, "autoamp.stepping"):
+        for _ in range(9):
+            setup.optimizer.zero_grad()
+            setup.backward(math.inf)
+            setup.optimizer.step()
+    assert len(caplog.records) == 4
+    assert "loss scale 1024, the next is 512 (skipped 1, in a row 1)" in caplog.text
+    assert "skipped 8, in a row 8" in caplog.text

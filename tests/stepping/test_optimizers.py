@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -351,17 +350,6 @@ def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_a_rank_that_takes_no_first_step_is_named(fake_ranks: Callable[[int], None]) -> None:
-    fake_ranks(2)
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    handle.sync_over(dist.group.WORLD)
-    parameter, optimizer = sgd()
-    with handle.scale_loss(parameter.sum(), optimizer) as scaled:
-        scaled.backward()
-    with pytest.raises(UsageError, match="rank 1 sent nothing at the first step, and rank 0 waits for it"):
-        optimizer.step()
-
-
 def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: GuardedOptimizers) -> None:
     """Another rank may have dropped none."""
     parameter, optimizer = sgd()
@@ -403,17 +391,6 @@ def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimiz
     (master,) = (master for _, master in optimizers.keep_masters(optimizer).pairs)
     optimizer.step()
     assert (master.tolist(), parameter.tolist()) == ([0.5, 0.5], [0.5, 0.5])
-
-
-def test_an_eps_that_is_zero_in_half_precision_warns_once() -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
-    model = nn.Linear(4, 2).half()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    with pytest.warns(UserWarning, match="eps=1e-08 is 0 in torch.float16.*smallest that survives"):
-        runtime_of(handle).optimizers.guard(optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        runtime_of(handle).optimizers.guard(optimizer)
 
 
 # -- hooks of the program --

@@ -127,18 +127,6 @@ def _schedule_free(optimizer: Any, run: Callable[[int], None], outputs: Callable
         yield outputs()
 
 
-def _lookahead(optimizer: Any, run: Callable[[int], None], outputs: Callable[[], Tensor]) -> Iterator[Tensor]:
-    slow = [p.detach().clone() for p in _params(optimizer)]
-    for step in range(6):
-        run(step)
-        optimizer.step()
-        if step % 2:
-            with torch.no_grad():
-                torch._foreach_lerp_(slow, [p.detach() for p in _params(optimizer)], 0.5)
-                torch._foreach_copy_(_params(optimizer), slow)
-        yield outputs()
-
-
 def _inner(optimizer: Any, run: Callable[[int], None], outputs: Callable[[], Tensor]) -> Iterator[Tensor]:
     inner = torch.optim.Adam(optimizer.param_groups, lr=0.05)
     for step in range(4):
@@ -167,7 +155,6 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
     "SAM": (SAM, _sam),
     "SAM, a closure": (SAM, _sam_by_closure),
     "ScheduleFree": (ScheduleFree, _schedule_free),
-    "Lookahead": (_sgd, _lookahead),
     "inner optimizer": (_sgd, _inner),
     "averages": (_sgd, _averages),
 }
