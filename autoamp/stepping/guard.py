@@ -239,7 +239,7 @@ class StepGuard:
         """Let the masters take what was written into half parameters; once that is done this changes nothing."""
         if self.masters is not None:
             asked = self.pending.requested_group
-            self.masters.begin_step(local=asked is not None and asked.replicas == 1)
+            self.masters.refresh(first_step=True, local=asked is not None and asked.replicas == 1)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, self.stepping = self.stepping, True

@@ -150,8 +150,9 @@ class Guards(StepOwner[StepGuard]):
         if self.step_stats.own_scale is not None:
             # Of the program's scaler nothing is kept but the number.
             self.step_stats.own_scale = float(self.step_stats.own_scale)
-        # All guards first: gradients that they left scaled may be those of masters that several optimizers step.
+        # The optimizers live as long as this list does, and their guards refer to them weakly.
         optimizers = list(self._guards)
+        # All guards go first: what one left scaled may be the gradients of a master that another one has too.
         for masters in [self.hand_over(optimizer) for optimizer in optimizers]:
             if masters is not None:
                 masters.dissolve()

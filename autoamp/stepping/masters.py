@@ -208,18 +208,9 @@ class MasterWeights:
         original(*args, **kwargs)
         self.adopt()
 
-    def begin_step(self, *, local: bool) -> None:
-        """Copy what was written into the half parameters to the masters, which are authoritative from here on.
-
-        Args:
-            local: Whether no other process has the same parameters.
-        """
-        refresh_masters(self._pairs.values(), first_step=True, local=local)
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Copy to the masters what was written into the half parameters, as far as torch shows it."""
-        refresh_masters(self._pairs.values())
+    def refresh(self, *, first_step: bool = False, local: bool = False) -> None:
+        """Copy what was written into the half parameters to the masters; arguments as for `refresh_masters`."""
+        refresh_masters(self._pairs.values(), first_step=first_step, local=local)
 
     @torch.no_grad()
     def read_model(self) -> None:

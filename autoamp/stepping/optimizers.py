@@ -38,8 +38,8 @@ class GuardedOptimizers(Guards):
     Attributes:
         casts: As given; replaced at another call of `initialize`.
         left_scaled: The parameters whose gradients a block left scaled.
-        facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target;
-            None for optimizers of no handle.
+        facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target; None
+            for optimizers of no handle.
     """
 
     casts: CastState
@@ -159,6 +159,7 @@ class GuardedOptimizers(Guards):
     def _block(
         self, loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, delay_unscale: bool
     ) -> Iterator[Tensor]:
+        """Yield the loss times its scale within a `scaled_block`, and drop kept casts at its end."""
         left = self.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
@@ -230,6 +231,7 @@ class GuardedOptimizers(Guards):
         self.step_stats.steps = steps
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
+            guard.skips.catch_up()
             guard.skips.in_a_row_known = 0
 
     def optimizer_made(self, optimizer: Any) -> None:

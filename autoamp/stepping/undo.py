@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoamp.stepping.attach import stepped_params
+from autoamp.tensors import map_tensors
 
 
 class StepCopy:
@@ -23,11 +24,15 @@ class StepCopy:
         params = stepped_params(optimizer)
         # Frozen parameters may be inference tensors, which nothing can write to.
         self._params = [(param, param.detach().clone()) for param in params if not param.is_inference()]
+        # Other objects in a group, such as a module, stay the ones that they are.
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (group, map_tensors({**group, "params": None}, lambda value: value.detach().clone()))
+            for group in optimizer.param_groups
+        ]
         state = getattr(optimizer, "state", None)
         self._state = state if isinstance(state, MutableMapping) else {}
         # State that refers to a parameter goes on referring to it.
         memo: dict[int, Any] = {id(param): param for param in params}
-        self._groups = [(group, copy.deepcopy({**group, "params": None}, memo)) for group in optimizer.param_groups]
         self._values = {key: copy.deepcopy(value, memo) for key, value in self._state.items()}
 
     @torch.no_grad()
