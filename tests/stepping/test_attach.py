@@ -62,18 +62,6 @@ def sgd() -> torch.optim.SGD:
     return torch.optim.SGD([Parameter(torch.ones(2))], lr=0.1)
 
 
-def test_calls_go_through_instead_until_detached() -> None:
-    optimizer = Plain()
-    attached = AttachedMethod(optimizer, "step", through)
-    assert optimizer.step is attached  # type: ignore[comparison-overlap]
-    assert optimizer.step(3) == ("guarded", "stepped")  # type: ignore[comparison-overlap]
-    assert optimizer.step(closure=4) == ("guarded", "stepped")  # type: ignore[comparison-overlap]
-    attached.detach()
-    assert "step" not in vars(optimizer)
-    assert optimizer.step() == "stepped"
-    assert optimizer.calls == [(3,), (4,), (None,)]
-
-
 def test_a_step_that_getattr_gives() -> None:
     optimizer = Forwarding(Plain())
     attached = AttachedMethod(optimizer, "step", through)

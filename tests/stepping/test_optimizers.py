@@ -118,34 +118,6 @@ def test_a_block_that_fails_to_begin_is_left(optimizers: GuardedOptimizers) -> N
 # -- steps that no guard holds, or that go past it --
 
 
-def adafactor(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(params, lr=0.1)
-
-
-def muon(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Muon(params, lr=0.1)
-
-
-def stepped(make: Callable[[Any], Any]) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    parameter = Parameter(torch.randn(24, 16, generator=generator))
-    optimizer = make([parameter])
-    for _ in range(3):
-        parameter.grad = torch.randn(24, 16, generator=generator) * 1e-4
-        optimizer.step()
-    return parameter.detach()
-
-
-@pytest.mark.parametrize("make", [adafactor, muon])
-def test_a_step_without_a_guard_computes_in_fp32(make: Callable[[Any], Any], half: torch.dtype) -> None:
-    expected = stepped(make)
-    handle = autoamp.init(device_type="cpu", dtype=half)
-    assert torch.equal(stepped(make), expected)
-    assert runtime_of(handle).optimizers.guards == []
-    handle.deactivate()
-    assert torch.equal(stepped(make), expected)
-
-
 class Matmul(torch.optim.SGD):
     """Notes the dtype that its step and its closure compute in."""
 

@@ -1,4 +1,4 @@
-"""Wrappers of torch: which are seen, which parameters they keep equal, and what their next backward pass does."""
+"""Wrappers of torch: DistributedDataParallel is seen, what its next backward pass does, and what sharding does."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
+import autoamp
 from autoamp.stepping.replicas import Sync, kept_equal, living_wrappers, next_sync, watch_wrappers
+from tests.stepping.networks import loss_of, network, sgd
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +66,30 @@ def test_whether_the_next_backward_pass_of_ddp_reduces_gradients() -> None:
     assert next_sync(wrapper) is Sync.UNSURE
     wrapper(given)
     assert next_sync(wrapper) is Sync.YES
+
+
+# -- models that torch shards. One process is a mesh too --
+
+
+OPTIONS: dict[str, Any] = {"device_type": "cpu", "dtype": torch.float16, "verbosity": 0, "loss_scale": "dynamic"}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_optimizer_made_before_sharding_warns(level: Any) -> None:
+    model = network()
+    optimizer = sgd(model.parameters())
+    autoamp.initialize(model, optimizer, opt_level=level, **OPTIONS)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with (
+        pytest.warns(UserWarning, match="no parameter of SGD has a gradient.*before the model was replaced or sharded"),
+        autoamp.scale_loss(loss_of(model), optimizer) as scaled,
+    ):
+        scaled.backward()
+
+
+def test_a_model_that_is_parallel_already_is_not_cast() -> None:
+    model = network()
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel()})
+    with pytest.raises(autoamp.UsageError, match=r"parallelize_module has sharded .0. already"):
+        autoamp.initialize(model, opt_level="O2", **OPTIONS)
+    assert autoamp.initialize(model, opt_level="O1", **OPTIONS) is model
