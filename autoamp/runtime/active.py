@@ -14,7 +14,7 @@ from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.stepping import announce_disabled, announce_enabled
+from autoamp.stepping import announce
 
 activated: list[Callable[[Handle], object]] = []
 """Called with a handle whose patches were put in place: by `init`, `initialize` or at the beginning of a region."""
@@ -66,7 +66,7 @@ class ActiveHandles:
             self._switch(handle if isinstance(handle, Handle) else None)
             self._base = handle
             if handle is not None:
-                (announce_enabled if isinstance(handle, Handle) else announce_disabled)()
+                announce(on=isinstance(handle, Handle))
             if before is not None:
                 before.deactivate()
 

@@ -98,23 +98,19 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
             guard.pending.look_before_block()
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_without_sync()
-    _rescale(guards, scale)
+    seen: set[int] = set()
+    for guard in guards:
+        # A parameter of several optimizers is brought to the scale once.
+        params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
+        seen.update(map(id, params))
+        if params and not is_same_scale(guard.grads.scale, scale):
+            scale_(params, scale_ratio(scale, guard.grads.scale))
     added_to = [guard for guard in guards if guard.grads.has_any()] if len(guards) > 1 else []
     for guard in guards:
         if guard.masters is not None:
             guard.masters.before_backward()
         guard.grads.scale, guard.in_block = scale, True
     return scale, added_to
-
-
-def _rescale(guards: Sequence[StepGuard], scale: Scale) -> None:
-    """Multiply gradients that have another scale, those of a parameter of several optimizers once."""
-    seen: set[int] = set()
-    for guard in guards:
-        params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
-        seen.update(map(id, params))
-        if params and not is_same_scale(guard.grads.scale, scale):
-            scale_(params, scale_ratio(scale, guard.grads.scale))
 
 
 def _leave(

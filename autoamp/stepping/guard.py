@@ -64,10 +64,9 @@ class StepGuard:
     def __init__(
         self, optimizer: Any, owner: Callable[[], StepOwner[StepGuard]], *, masters: MasterWeights | None = None
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
         self._attached: weakref.ref[AttachedMethod] | None = None
         self._owner = owner
-        self.grads = ScaledGrads(self._optimizer, masters)
+        self.grads = ScaledGrads(weakref.ref(optimizer), masters)
         self.skips = Skips(type(optimizer).__name__, owner)
         self.pending = PendingChecks(self.skips, self.grads, owner)
         self.in_block = self.stepping = False
@@ -92,7 +91,7 @@ class StepGuard:
     @property
     def optimizer(self) -> Any:
         """The optimizer, None once it is gone."""
-        return self._optimizer()
+        return self.grads.optimizer
 
     def install(self) -> None:
         """Put the guard in front of ``optimizer.step``.

@@ -45,20 +45,13 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
     return [ranks for ranks in dict.fromkeys(tuple(sorted(one)) for one in found) if len(ranks) > 1]
 
 
-def announce_disabled() -> None:
-    """Tell the other ranks, if there are any, that autoamp is off on this one."""
-    store = _store()
-    if store is not None:
-        store.set(_off(dist.get_rank()), _OFF)
-
-
-def announce_enabled() -> None:
-    """Withdraw the announcement of `announce_disabled`, if there is one."""
+def announce(*, on: bool) -> None:
+    """Tell the other ranks, if there are any, that autoamp is off on this one, or withdraw that."""
     store = _store()
     # The rank that has the store may have stopped.
     with contextlib.suppress(RuntimeError):
-        if store is not None and _is_off(store, dist.get_rank()):
-            store.set(_off(dist.get_rank()), "")
+        if store is not None and _is_off(store, dist.get_rank()) is on:
+            store.set(_off(dist.get_rank()), "" if on else _OFF)
 
 
 def _off(rank: int) -> str:
@@ -83,7 +76,7 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
     store = _store()
     if store is None:
         return
-    announce_enabled()
+    announce(on=True)
     own = dist.get_rank()
     places = {_place(ranks): ranks for ranks in sets}
     # An earlier handle has compared the others.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -204,6 +205,19 @@ def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
     own.backward(half.float().sum())
     own.step()
     assert (half.tolist(), counts.plain, counts.all) == ([0.5, 0.5], 2, 3)
+
+
+def test_the_limit_of_skips_in_a_row_holds_for_an_optimizer_that_scales_its_loss_itself() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    half = Parameter(torch.ones(2, dtype=torch.float16))
+    own = autoamp.FP16_Optimizer(torch.optim.SGD([half], lr=0.5), dynamic_loss_scale=True)
+    handle.max_consecutive_skips = 2
+    for raises in (False, True):
+        own.backward(half.float().sum() * math.inf)
+        with pytest.raises(autoamp.NonFiniteGradientsError, match="2 steps") if raises else contextlib.nullcontext():
+            own.step()
+        own.zero_grad()
+    assert half.tolist() == [1.0, 1.0]
 
 
 # -- ranks that agree --
