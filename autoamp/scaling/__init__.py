@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from autoamp.scaling.gradients import (
-    found_any,
-    non_finite,
-    scale_,
-    total_norm,
-    true_gradient,
-    unscale_,
-    widened,
-)
+from autoamp.scaling.gradients import found_any, non_finite, scale_, total_norm, true_gradient, unscale_, widened
 from autoamp.scaling.loss_scale import DynamicLossScaler, LossScaler, StaticLossScaler, is_count, make_scaler
 from autoamp.scaling.shards import is_flat, is_sharded, local_of, meshes_of, reduce_partial
 from autoamp.scaling.sync import (

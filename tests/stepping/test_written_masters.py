@@ -127,14 +127,6 @@ def _schedule_free(optimizer: Any, run: Callable[[int], None], outputs: Callable
         yield outputs()
 
 
-def _inner(optimizer: Any, run: Callable[[int], None], outputs: Callable[[], Tensor]) -> Iterator[Tensor]:
-    inner = torch.optim.Adam(optimizer.param_groups, lr=0.05)
-    for step in range(4):
-        run(step)
-        (inner if step % 2 else optimizer).step()
-        yield outputs()
-
-
 def _averages(optimizer: Any, run: Callable[[int], None], outputs: Callable[[], Tensor]) -> Iterator[Tensor]:
     averages = [p.detach().clone() for p in _params(optimizer)]
     for step in range(4):
@@ -155,7 +147,6 @@ PROGRAMS: dict[str, tuple[Any, Any]] = {
     "SAM": (SAM, _sam),
     "SAM, a closure": (SAM, _sam_by_closure),
     "ScheduleFree": (ScheduleFree, _schedule_free),
-    "inner optimizer": (_sgd, _inner),
     "averages": (_sgd, _averages),
 }
 
