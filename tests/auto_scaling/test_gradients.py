@@ -18,23 +18,25 @@ from autoamp.runtime import runtime_of
 from tests.auto_scaling.programs import NO_CASTS, assert_equal, gradients, make
 
 
+class Scales(Subscriber):
+    """Notes the scales of backward passes."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def backward_begins(self, loss: Tensor, scale: Any) -> None:
+        self.seen.append(float(scale))
+
+
 def scaled(function: Callable[[], Any]) -> Any:
     """Run a function under automatic scaling, and see that its passes were scaled."""
-    handle = autoamp.init(**NO_CASTS)
-    seen: list[float] = []
-    program: Any = runtime_of(handle).optimizers.program
-    tell = program.tell
-
-    def noted(event: Any, *args: Any) -> Any:
-        if event is Subscriber.backward_begins:
-            seen.append(float(args[1]))
-        return tell(event, *args)
-
-    program.tell = noted
+    handle, heard = autoamp.init(**NO_CASTS), Scales()
+    told = runtime_of(handle).optimizers.program
+    told.subscribe(*told.subscribers, heard)
     with handle.auto_scale():
         result = function()
-    assert seen
-    assert min(seen) > 1
+    assert heard.seen
+    assert min(heard.seen) > 1
     handle.deactivate()
     return result
 
