@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autoamp
-from tests.behaviour.training import OVERFLOW, Training, started
+from tests.behaviour.training import OVERFLOW, Training, started, step
 
 
 def test_the_state_of_a_handle_has_scale_growth_and_skips() -> None:
@@ -71,10 +71,7 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(level: Any) -> N
     def train(model: Any, optimizer: Any, *seeds: int) -> dict[str, torch.Tensor]:
         for seed in seeds:
             torch.manual_seed(seed)
-            optimizer.zero_grad()
-            with autoamp.scale_loss(model(torch.rand(8, 4)).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step(model, optimizer)
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     through = train(*make(), 1, 2, 3, 4)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from tests.behaviour.training import OVERFLOW
+from tests.behaviour.training import OVERFLOW, step
 
 
 def wrapped(level: Any) -> tuple[Any, Any]:
@@ -18,13 +18,6 @@ def wrapped(level: Any) -> tuple[Any, Any]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, device_type="cpu", dtype=torch.float16
     )
     return DistributedDataParallel(model), optimizer
-
-
-def step(model: Any, optimizer: Any, factor: float) -> None:
-    optimizer.zero_grad()
-    with autoamp.scale_loss(model(torch.ones(2, 4)).float().mean() * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

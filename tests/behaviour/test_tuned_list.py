@@ -32,14 +32,11 @@ def test_a_list_is_not_used_by_itself(tuned: Path) -> None:
     assert dtype_of_linear() == torch.float16
 
 
-def test_init_takes_a_list(tuned: Path) -> None:
-    autoamp.init(device_type="cpu", dtype=torch.float16, lists="tuned.toml")
-    assert dtype_of_linear() == torch.float32
-
-
-def test_the_environment_names_a_list(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AUTOAMP_LISTS", str(tuned))
-    autoamp.init(device_type="cpu", dtype=torch.float16)
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_init_and_the_environment_take_a_list(way: str, tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "environment":
+        monkeypatch.setenv("AUTOAMP_LISTS", str(tuned))
+    autoamp.init(device_type="cpu", dtype=torch.float16, lists="tuned.toml" if way == "argument" else None)
     assert dtype_of_linear() == torch.float32
 
 

@@ -18,6 +18,14 @@ def started(**settings: Any) -> autoamp.Handle:
     return handle
 
 
+def step(model: Any, optimizer: Any, factor: float = 1.0) -> None:
+    """Take a step of a model with four inputs and its optimizer after `initialize`, by the mean of its squares."""
+    optimizer.zero_grad()
+    with autoamp.scale_loss(model(torch.rand(8, 4)).float().square().mean() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
 class Training:
     """A linear layer of ones, its optimizer, and steps of both.
 
