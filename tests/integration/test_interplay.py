@@ -1,4 +1,4 @@
-"""Transforms, parametrizations, hooks, modes and tensors of other kinds: each at peace with the patches."""
+"""Transforms, parametrizations, hooks and tensors of other kinds work with patched functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 
@@ -136,26 +135,7 @@ def test_saved_tensor_hooks_see_half_tensors(handle: autoamp.Handle, model: nn.M
     assert all(map(torch.equal, torch.autograd.grad(loss, list(model.parameters())), expected))
 
 
-# -- modes and tensors of other kinds --
-
-
-class Ops(TorchDispatchMode):
-    """Notes the ops that reach the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_dispatch_modes_see_the_casts(handle: autoamp.Handle, model: nn.Sequential, x: Tensor) -> None:
-    with Ops() as ops:
-        F.linear(x, model[0].weight)
-    assert ops.names.count("aten._to_copy.default") == 2
-    assert "aten.mm.default" in ops.names
+# -- tensors of other kinds --
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

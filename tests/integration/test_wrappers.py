@@ -7,6 +7,7 @@ The third of five steps overflows on one rank alone.
 
 # No `annotations` from __future__: DistributedDataParallel wants types themselves in a hook's signature.
 import contextlib
+import functools
 import itertools
 import traceback
 import warnings
@@ -165,16 +166,40 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 # -- wrappers, each as a program with a level --
 
 
-def ddp(level: str, model: nn.Module, hook: Any = None, hides: bool = False, **settings: Any) -> Any:
-    optimizer = sgd(model)
-    of_training = {name: settings.pop(name) for name in ("accumulates", "between") if name in settings}
+def run(
+    level: str,
+    wrap: Callable[[Any], Any] = lambda model: model,
+    *,
+    kind: type[nn.Module] = Used,
+    early: bool = True,
+    first: bool = False,
+    batch: Callable[[int], tuple[Tensor, Tensor]] = part,
+    **of_training: Any,
+) -> Any:
+    """Initialize a model, wrap it, and train it; the optimizer is made before both if it comes early.
+
+    Where ``first`` is true the model is wrapped before all else. Sharding replaces parameters, so that the optimizer
+    comes last.
+    """
+    model: Any = wrap(kind()) if first else kind()
+    optimizer = sgd(model) if early else None
     with amp(level, model, optimizer) as scaled_loss:
+        model = model if first else wrap(model)
+        return train(model, optimizer or sgd(model), batch, scaled_loss, **of_training)
+
+
+def ddp(hook: Any = None, hides: bool = False, **settings: Any) -> Callable[[Any], Any]:
+    """Return what wraps a model in torch's `DistributedDataParallel`."""
+
+    def wrap(model: nn.Module) -> Any:
         for param in model.parameters() if hides else ():
             param.register_hook(lambda gradient: gradient.nan_to_num(0.0, 1.0, -1.0))
         wrapped = DistributedDataParallel(model, **settings)
         if hook is not None:
-            wrapped.register_comm_hook(*hook())
-        return train(wrapped, optimizer, part, scaled_loss, **of_training)
+            wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+    return wrap
 
 
 def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -210,28 +235,15 @@ def average_by_messages(model: nn.Module) -> None:
             param.grad.data.add_(received).div_(2)
 
 
-def by_hand(level: str, between: Callable[[Any], None]) -> Any:
-    model = Used()
-    optimizer = sgd(model)
-    with amp(level, model, optimizer) as scaled_loss:
-        return train(model, optimizer, part, scaled_loss, between=between)
+def sharded(mesh: Any = None, part_alone: bool = False, **policy: Any) -> Callable[[Any], Any]:
+    """Return what shards a model, or its first layer alone."""
 
-
-def fsdp(level: str, mesh: Any = None, accumulates: str = "", part_alone: bool = False, **policy: Any) -> Any:
-    """The order that goes at all levels: initialize, fully_shard, the optimizer."""
-    model = Used()
-    with amp(level, model) as scaled_loss:
+    def wrap(model: Any) -> Any:
         for module in (model.first,) if part_alone else (model.first, model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-        return train(model, sgd(model), part, scaled_loss, accumulates, average if part_alone else nothing)
+        return model
 
-
-def fsdp_first(level: str) -> Any:
-    model = Used()
-    fully_shard(model)
-    optimizer = sgd(model)
-    with amp(level, model, optimizer) as scaled_loss:
-        return train(model, optimizer, part, scaled_loss)
+    return wrap
 
 
 def flat_shards() -> list[str]:
@@ -250,80 +262,60 @@ def flat_shards() -> list[str]:
     return messages
 
 
-def hsdp(level: str) -> Any:
-    return fsdp(level, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
-
-
-def plan_of_layers() -> Any:
-    return {"first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())}
-
-
-def tensor_parallel(level: str, first: bool = False) -> Any:
+def tensor_parallel(model: nn.Module, mesh: Any = None) -> nn.Module:
     """All ranks have all samples."""
-    model = Used()
-    plan = plan_of_layers()
-    mesh = init_device_mesh("cpu", (RANKS,))
-    if first:
-        parallelize_module(model, mesh, plan)
-        optimizer = sgd(model)
-        with amp(level, model, optimizer) as scaled_loss:
-            return train(model, optimizer, samples, scaled_loss)
-    with amp(level, model) as scaled_loss:
-        parallelize_module(model, mesh, plan)
-        return train(model, sgd(model), samples, scaled_loss)
+    plan: Any = {
+        "first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())
+    }  # fmt: skip
+    return parallelize_module(model, mesh or init_device_mesh("cpu", (RANKS,)), plan)
+
+
+def hsdp(level: str) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return run(level, sharded(mesh), early=False)
 
 
 def fsdp_of_tensor_parallel(level: str) -> Any:
     """Two dimensions: each half of the ranks has half of the samples."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = Used()
-    plan = plan_of_layers()
-    with amp(level, model) as scaled_loss:
-        parallelize_module(model, mesh["tensor"], plan)
-        fully_shard(model, mesh=mesh["data"])
-        place = mesh.get_local_rank("data")
 
-        def batch(step: int) -> tuple[Tensor, Tensor]:
-            x, y = samples(step)
-            return x.chunk(2)[place], y.chunk(2)[place]
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x, y = (whole.chunk(2)[mesh.get_local_rank("data")] for whole in samples(step))
+        return x, y
 
-        return train(model, sgd(model), batch, scaled_loss)
+    def wrap(model: nn.Module) -> Any:
+        return fully_shard(tensor_parallel(model, mesh["tensor"]), mesh=mesh["data"])
+
+    return run(level, wrap, early=False, batch=batch)
 
 
-DDPS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "no_sync": {"accumulates": "no_sync"},
-    "static_graph": {"static_graph": True},
-    "bucket views": {"gradient_as_bucket_view": True},
-    "unused": {"model": Net, "find_unused_parameters": True},
-    "small buckets": {"bucket_cap_mb": 1e-4},
-    "fp16 hook": {"hook": lambda: (None, default_hooks.fp16_compress_hook)},
-    "bf16 hook": {"hook": lambda: (None, bf16_hook)},
-    "clipped": {"between": clip},
+# What wraps, and how the program goes on.
+PROGRAMS_OF: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "ddp": (ddp(), {}),
+    "no_sync": (ddp(), {"accumulates": "no_sync"}),
+    "static_graph": (ddp(static_graph=True), {}),
+    "bucket views": (ddp(gradient_as_bucket_view=True), {}),
+    "unused": (ddp(find_unused_parameters=True), {"kind": Net}),
+    "small buckets": (ddp(bucket_cap_mb=1e-4), {}),
+    "fp16 hook": (ddp(default_hooks.fp16_compress_hook), {}),
+    "bf16 hook": (ddp(bf16_hook), {}),
+    "clipped": (ddp(), {"between": clip}),
+    "fully_shard": (sharded(), {"early": False}),
+    "fully_shard, two passes": (sharded(), {"early": False, "accumulates": "passes"}),
+    "fully_shard, no_sync": (sharded(), {"early": False, "accumulates": "no_sync"}),
+    "tensor parallel": (tensor_parallel, {"early": False, "batch": samples}),
+    "a part sharded": (sharded(part_alone=True), {"early": False, "between": average}),
+    "by hand": (lambda model: model, {"between": average}),
+    "by messages": (lambda model: model, {"between": average_by_messages}),
 }
-
-
-def ddp_of(name: str) -> Callable[[str], Any]:
-    settings = dict(DDPS[name])
-    model = settings.pop("model", Used)
-    return lambda level: ddp(level, model(), **settings)
-
-
 WRAPPERS: dict[str, Callable[[str], Any]] = {
-    **{name: ddp_of(name) for name in DDPS},
-    "fully_shard": fsdp,
-    "fully_shard, two passes": lambda level: fsdp(level, accumulates="passes"),
-    "fully_shard, no_sync": lambda level: fsdp(level, accumulates="no_sync"),
+    **{name: functools.partial(run, wrap=wrap, **how) for name, (wrap, how) in PROGRAMS_OF.items()},
     "HSDP": hsdp,
-    "tensor parallel": tensor_parallel,
     "2-D": fsdp_of_tensor_parallel,
-    "a part sharded": lambda level: fsdp(level, part_alone=True),
-    "by hand": lambda level: by_hand(level, average),
-    "by messages": lambda level: by_hand(level, average_by_messages),
 }
 ORDERS: dict[str, Callable[[str], Any]] = {
-    "fully_shard first": fsdp_first,
-    "tensor parallel first": lambda level: tensor_parallel(level, first=True),
+    "fully_shard first": lambda level: run(level, fully_shard, first=True),
+    "tensor parallel first": lambda level: run(level, tensor_parallel, first=True, batch=samples),
 }
 POLICIES: dict[str, dict[str, Any]] = {
     "fp16": {"param_dtype": HALF},
@@ -348,13 +340,13 @@ def found_by_rank() -> dict[Any, Any]:
     for name, program in WRAPPERS.items():
         for level in ("torch", *LEVELS):
             found[name, level] = attempt(program, level)
-    found["hidden", "auto"] = attempt(ddp, "auto", Used(), hides=True)
+    found["hidden", "auto"] = attempt(run, "auto", ddp(hides=True))
     for name, program in ORDERS.items():
         for level in ("O1", "O2"):
             found[name, level] = attempt(program, level)
     for name, policy in POLICIES.items():
         for level in ("fp32", "O2"):
-            found["policy " + name, level] = attempt(fsdp, level, **policy)
+            found["policy " + name, level] = attempt(run, level, sharded(**policy), early=False)
     found["flat"] = flat_shards()
     return found
 
@@ -368,14 +360,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """What one process does with all samples, by level."""
-    found = {}
-    for level in ("fp32", "O1", "O2"):
-        model = Used()
-        optimizer = sgd(model)
-        with amp(level, model, optimizer) as scaled_loss:
-            found[level] = train(model, optimizer, samples, scaled_loss)
-    found["auto"] = found["fp32"]
-    return found
+    found = {level: run(level, batch=samples) for level in ("fp32", "O1", "O2")}
+    return {**found, "auto": found["fp32"]}
 
 
 def assert_like(left: dict[str, Any], other: dict[str, Any], tolerance: float, *kinds: str) -> None:
