@@ -65,14 +65,13 @@ class Layouts:
         whole = torch.arange(8.0).add(1.0).to(dtype)
         if kind == "plain":
             return nn.Parameter(whole)
-        place = Replicate() if kind == "replicated" else Shard(0)
-        if layout == "1-D":
-            return nn.Parameter(DTensor.from_local(whole[:2].clone(), self.line, [place], run_check=False))
+        place, mesh = Replicate() if kind == "replicated" else Shard(0), self.line
+        places: list[Any] = [place]
         if layout == "2-D":
-            both = [Replicate(), place] if kind == "replicated" else [place, Shard(0)]
-            return nn.Parameter(DTensor.from_local(whole[:2].clone(), self.square, both, run_check=False))
-        mesh = self.square["data" if kind == "replicated" else "tensor"]
-        return nn.Parameter(DTensor.from_local(whole[:2].clone(), mesh, [place], run_check=False))
+            mesh, places = self.square, [Replicate(), place] if kind == "replicated" else [place, Shard(0)]
+        elif layout == "two meshes":
+            mesh = self.square["data" if kind == "replicated" else "tensor"]
+        return nn.Parameter(DTensor.from_local(whole[:2].clone(), mesh, places, run_check=False))
 
 
 def local(tensor: Any) -> Tensor:
@@ -85,15 +84,6 @@ def loss_of(params: list[nn.Parameter], factors: list[float]) -> Tensor:
     return torch.stack(parts).sum()
 
 
-class Holder(nn.Module):
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.own = nn.ParameterList(params)
-
-    def forward(self, factors: list[float]) -> Tensor:
-        return loss_of(list(self.own), factors)
-
-
 class Training:
     """A program that trains parameters in one of `WAYS`."""
 
@@ -103,7 +93,7 @@ class Training:
         if way in ("O1", "O2") or group is not None:
             options = NO_CASTS if way != "O2" else {**NO_CASTS, "lists": None}
             options = {**options, "opt_level": "O2" if way == "O2" else "O1", "loss_scale": "dynamic", "verbosity": 0}
-            autoamp.initialize(Holder(params), self.optimizer, process_group=group, **options)
+            autoamp.initialize(nn.ParameterList(params), self.optimizer, process_group=group, **options)
             self.handle: Any = autoamp.current_handle()
         else:
             self.handle = autoamp.init(**NO_CASTS)
@@ -233,9 +223,9 @@ def partial(layouts: Layouts, dtype: torch.dtype) -> list[Any]:
 def several_losses(layouts: Layouts) -> list[Any]:
     """Losses with scalers of their own: that of the loss which overflowed goes lower, on all ranks."""
     params = [layouts.parameter("1-D", kind, torch.float32) for kind in KINDS]
-    optimizer, model = torch.optim.SGD(params, lr=0.1, foreach=False), Holder(params)
+    optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
     options: dict[str, Any] = {**NO_CASTS, "verbosity": 0, "loss_scale": "dynamic", "num_losses": 2}
-    autoamp.initialize(model, optimizer, **options)
+    autoamp.initialize(nn.ParameterList(params), optimizer, **options)
     told = []
     for bad in (None, 0, 1):
         optimizer.zero_grad()
@@ -293,18 +283,12 @@ def sharded_adam(layouts: Layouts) -> list[Any]:
     return told
 
 
-def refusals(layouts: Layouts) -> list[str]:
-    messages = []
+def refusal(layouts: Layouts) -> str:
     with Training("scale_loss", [layouts.parameter("two meshes", "sharded", torch.float32)]) as training:
-        for group, replicas in ((None, None), (dist.group.WORLD, 3)):
-            with pytest.raises(autoamp.UsageError) as caught:
-                training.handle.sync_over(group, replicas=replicas)
-            messages.append(str(caught.value))
         training.handle.sync_over(layouts.square["data"].get_group())
         with pytest.raises(autoamp.UsageError) as caught:
             training.step([1.0])
-        messages.append(str(caught.value))
-    return messages
+    return str(caught.value)
 
 
 class TwoLayers(nn.Module):
@@ -365,7 +349,7 @@ def found_by_rank() -> dict[Any, Any]:
     found["dropped"] = {kind: dropped(layouts, kind) for kind in ("sharded", "asked")}
     found["idle"] = idle_in_the_first_block(layouts)
     found["adam"] = sharded_adam(layouts)
-    found["refusals"] = refusals(layouts)
+    found["refusal"] = refusal(layouts)
     return found
 
 
@@ -467,9 +451,6 @@ def test_a_fused_optimizer_takes_the_flag_of_all_ranks(ranks: list[Any]) -> None
         assert (scale, lower, same) == (2.0**16, 2.0**15, 2.0**15)
 
 
-def test_what_cannot_be_agreed_on_is_refused(ranks: list[Any]) -> None:
+def test_ranks_that_do_not_share_the_parameter_are_refused(ranks: list[Any]) -> None:
     for found in ranks:
-        no_group, does_not_divide, apart = found["refusals"]
-        assert "is not a process group" in no_group
-        assert "does not divide the 4 ranks" in does_not_divide
-        assert "sync_over() got the ranks" in apart
+        assert "sync_over() got the ranks" in found["refusal"]
