@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -127,10 +129,10 @@ class Program:
         return {"resumed": saved[0] == self.handle.loss_scale and all(map(torch.equal, saved[1], self.values()))}
 
     def save(self, path: Path) -> None:
-        raise NotImplementedError
+        """Save by the library."""
 
     def load(self, path: Path) -> None:
-        raise NotImplementedError
+        """Load by the library."""
 
     def more(self) -> dict[str, Any]:
         return {}
@@ -182,16 +184,16 @@ class WithFabric(Program):
         if self.last:
             super().step()
 
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.prepared, "amp": self.handle.state_dict()}
+
     def save(self, path: Path) -> None:
-        self.fabric.save(path, {**self.state(), "amp": self.handle.state_dict()})
+        self.fabric.save(path, self.state())
 
     def load(self, path: Path) -> None:
-        state = {**self.state(), "amp": None}
+        state = self.state()
         self.fabric.load(path, state)
         self.handle.load_state_dict(state["amp"])
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.prepared}
 
     def more(self) -> dict[str, Any]:
         return {**self.resumed(), "wrapped": type(self.model._forward_module).__name__}
@@ -216,26 +218,18 @@ def rank(index: int, folder: str, library: str, port: int) -> None:
     os._exit(0)
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
     """Return a function that gives what each rank found with a library, and runs it the first time."""
-    known: dict[str, list[Any]] = {}
 
+    @functools.cache
     def run(library: str) -> list[Any]:
-        if library not in known:
-            folder = tmp_path_factory.mktemp(library)
-            run_ranks(rank, (str(folder), library, free_port()), RANKS)
-            known[library] = [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
-        return known[library]
+        folder = tmp_path_factory.mktemp(library)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        run_ranks(rank, (str(folder), library, port), RANKS)
+        return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(RANKS)]
 
     return run
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 import autoamp
 import autoamp.compat
@@ -163,14 +164,6 @@ def train_scaled(scaler: Any, region: Any = contextlib.nullcontext) -> None:
 # -- programs --
 
 
-def plain() -> None:
-    train(Net())
-
-
-def half_model() -> None:
-    train(Net().to(DTYPE), x=X.to(DTYPE), y=Y.to(DTYPE))
-
-
 def half_model_with_masters() -> None:
     model = Net().to(DTYPE)
     train_by_hand(model, Masters(model), x=X.to(DTYPE), y=Y.to(DTYPE))
@@ -192,8 +185,7 @@ def half_model_after_an_fp32_one() -> None:
     train(Net())
     NOTES.clear()
     GRADIENT_SCALES.clear()
-    model = Net().to(DTYPE)
-    train_by_hand(model, Masters(model), x=X.to(DTYPE), y=Y.to(DTYPE))
+    half_model_with_masters()
     train(Net())
 
 
@@ -218,32 +210,6 @@ def frozen_half_teacher() -> None:
         optimizer.step()
 
 
-def half_embedding() -> None:
-    """A table in half precision that trains, and casts by hand behind it."""
-    train(Net(nn.Embedding(8, 8).to(DTYPE)), x=torch.arange(8))
-
-
-def frozen_half_embedding() -> None:
-    model = Net(nn.Sequential(nn.Embedding(8, 4).to(DTYPE).requires_grad_(False), nn.Linear(4, 8)))
-    train(model, x=torch.arange(8))
-
-
-def lora() -> None:
-    train(Net(Lora()))
-
-
-def lora_by_hand() -> None:
-    train(Net(Lora(by_hand=True)))
-
-
-def half_copy_to_evaluate() -> None:
-    model = Net()
-    train(model, steps=2)
-    with torch.no_grad():
-        Net().to(DTYPE)(X.to(DTYPE))
-    train(model, steps=1)
-
-
 def autocast() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
@@ -255,33 +221,26 @@ def autocast() -> None:
         optimizer.step()
 
 
-def autocast_to_evaluate() -> None:
+def evaluated_between(evaluate: Callable[[nn.Module], object]) -> None:
+    """Train, evaluate in half precision, and train on."""
     model = Net()
     train(model, steps=2)
-    with torch.no_grad(), torch.autocast("cpu", DTYPE):
-        model(X)
+    with torch.no_grad():
+        evaluate(model)
     train(model, steps=1)
 
 
-def autocast_and_scaler() -> None:
-    train_scaled(torch.amp.GradScaler("cpu", init_scale=128.0), lambda: torch.autocast("cpu", DTYPE))
-
-
 def scaler_unused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = GradScaler("cpu")
     train(Net())
     del scaler
 
 
 def scaler_early() -> None:
     """Made before autoamp is there, and kept."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler = GradScaler("cpu", init_scale=128.0)
     start()
     train_scaled(scaler)
-
-
-def scaler_alone() -> None:
-    train_scaled(torch.amp.GradScaler("cpu", init_scale=128.0))
 
 
 def scaler_of_fsdp() -> None:
@@ -333,25 +292,36 @@ EARLY = {"scaler_early": scaler_early}
 """Programs that switch autoamp on themselves, and scale their losses."""
 
 OWN: dict[str, Callable[[], None]] = {
-    program.__name__: program
-    for program in (
-        half_model, half_model_with_masters, half_model_with_fp32_norm, engine,
-        half_model_after_an_fp32_one, half_inference, frozen_half_teacher, half_embedding,
-        autocast, autocast_and_scaler, fp16_optimizer,
-    )
-} | {f"apex_{level}": apex_level(level) for level in ("O0", "O1", "O2", "O3")}  # fmt: skip
+    "half_model": lambda: train(Net().to(DTYPE), x=X.to(DTYPE), y=Y.to(DTYPE)),
+    "half_model_with_masters": half_model_with_masters,
+    "half_model_with_fp32_norm": half_model_with_fp32_norm,
+    "engine": engine,
+    "half_model_after_an_fp32_one": half_model_after_an_fp32_one,
+    "half_inference": half_inference,
+    "frozen_half_teacher": frozen_half_teacher,
+    # A table in half precision that trains, and casts by hand behind it.
+    "half_embedding": lambda: train(Net(nn.Embedding(8, 8).to(DTYPE)), x=torch.arange(8)),
+    "autocast": autocast,
+    "autocast_and_scaler": lambda: train_scaled(GradScaler("cpu", 128.0), lambda: torch.autocast("cpu", DTYPE)),
+    "fp16_optimizer": fp16_optimizer,
+    **{f"apex_{level}": apex_level(level) for level in ("O0", "O1", "O2", "O3")},
+}
 """Programs that handle precision themselves."""
 
-CAST = {
-    program.__name__: program
-    for program in (
-        plain, frozen_half_embedding, lora, lora_by_hand, half_copy_to_evaluate,
-        autocast_to_evaluate, scaler_unused,
-    )
-}  # fmt: skip
+CAST: dict[str, Callable[[], None]] = {
+    "plain": lambda: train(Net()),
+    "frozen_half_embedding": lambda: train(
+        Net(nn.Sequential(nn.Embedding(8, 4).to(DTYPE).requires_grad_(False), nn.Linear(4, 8))), x=torch.arange(8)
+    ),
+    "lora": lambda: train(Net(Lora())),
+    "lora_by_hand": lambda: train(Net(Lora(by_hand=True))),
+    "half_copy_to_evaluate": lambda: evaluated_between(lambda _: Net().to(DTYPE)(X.to(DTYPE))),
+    "autocast_to_evaluate": lambda: evaluated_between(torch.autocast("cpu", DTYPE)(lambda model: model(X))),
+    "scaler_unused": scaler_unused,
+}
 """Programs that do not."""
 
-SCALED = {program.__name__: program for program in (scaler_alone, scaler_of_fsdp)}
+SCALED = {"scaler_alone": lambda: train_scaled(GradScaler("cpu", 128.0)), "scaler_of_fsdp": scaler_of_fsdp}
 """Programs that scale their losses, and cast nothing."""
 
 

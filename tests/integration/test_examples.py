@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -81,9 +82,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Loader:
     monkeypatch.syspath_prepend(EXAMPLES)
 
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
+        spec: Any = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
