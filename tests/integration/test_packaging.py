@@ -52,11 +52,6 @@ print(*(rule.target for rule in autoamp.rules.shipped_table("default").rules))
 print(*set(sys.modules) - before)
 """
 
-needs_build_tools = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("build", "setuptools", "pip")),
-    reason="needs build, setuptools and pip",
-)
-
 
 def run(command: Sequence[str], **options: Any) -> str:
     """Run a command and return what it printed; fail with all of it where the command fails."""
@@ -67,7 +62,9 @@ def run(command: Sequence[str], **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree, since a build writes beside it."""
+    """A copy of the tree, since a build writes beside it. Without the tools for a build the tests are skipped."""
+    for name in ("build", "setuptools", "pip"):
+        pytest.importorskip(name)
     left_out = shutil.ignore_patterns("__pycache__", ".*", "build", "*.egg-info", "*.so")
     return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("tree") / "sources", ignore=left_out))
 
@@ -88,29 +85,33 @@ def wheel(built: Path) -> zipfile.ZipFile:
 @pytest.fixture(scope="module")
 def editable(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment that has an editable install, and nothing else."""
-    folder = tmp_path_factory.mktemp("editable")
-    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    python = new_environment(tmp_path_factory)
     isolated = ["--no-build-isolation", "--no-deps", "--no-index", "--ignore-installed", "--no-warn-script-location"]
-    run([*PIP, "install", *isolated, "--prefix", str(folder), "-e", str(sources)])
-    return folder / "bin" / "python"
+    run([*PIP, "install", *isolated, "--prefix", str(python.parents[1]), "-e", str(sources)])
+    return python
 
 
 @pytest.fixture(scope="module")
 def python(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment that has the wheel, and nothing else."""
-    folder = tmp_path_factory.mktemp("env")
+    python = new_environment(tmp_path_factory)
+    wheel.extractall(site_of(python))
+    return python
+
+
+def new_environment(folders: pytest.TempPathFactory) -> Path:
+    """Return the Python of an empty environment."""
+    folder = folders.mktemp("environment")
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
-    wheel.extractall(site_of(folder))
     return folder / "bin" / "python"
 
 
-def site_of(environment: Path) -> Path:
+def site_of(python: Path) -> Path:
     """Return where an environment has its packages."""
-    (site,) = environment.glob("lib/python*/site-packages")
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
     return site
 
 
-@needs_build_tools
 def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("*.py")}
@@ -119,9 +120,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("templates/*")}
     assert len(templates) == 3
     assert shipped == {*modules, *templates, "autoamp/py.typed", "autoamp.pth", *lists}
+    assert {"default.toml", "apex.toml", "bf16.toml"} <= SHIPPED_SETS
+    for name in SHIPPED_SETS:
+        assert wheel.read(f"autoamp/lists/{name}") == (ROOT / "lists" / name).read_bytes()
 
 
-@needs_build_tools
 def test_source_distribution_holds_the_tree(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
@@ -131,14 +134,6 @@ def test_source_distribution_holds_the_tree(built: Path) -> None:
     assert {*wanted, *lists, *examples} <= names
 
 
-@needs_build_tools
-def test_wheel_lists_are_those_of_the_tree(wheel: zipfile.ZipFile) -> None:
-    assert {"default.toml", "apex.toml", "bf16.toml"} <= SHIPPED_SETS
-    for name in SHIPPED_SETS:
-        assert wheel.read(f"autoamp/lists/{name}") == (ROOT / "lists" / name).read_bytes()
-
-
-@needs_build_tools
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = importlib.metadata.PathDistribution(zipfile.Path(wheel, name.removesuffix("METADATA"))).metadata
@@ -151,13 +146,12 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     assert {"test", "examples"} <= set(metadata.get_all("Provides-Extra"))
 
 
-@needs_build_tools
 @pytest.mark.parametrize("kind", ["regular", "editable"])
 def test_installed_package_reads_its_lists(python: Path, editable: Path, sources: Path, kind: str) -> None:
-    environment = (python if kind == "regular" else editable).parents[1]
-    script = READ_LISTS.format(site=str(site_of(environment)), dependencies=str(TORCH))
+    installed = python if kind == "regular" else editable
+    script = READ_LISTS.format(site=str(site_of(installed)), dependencies=str(TORCH))
     where, sets, rules, added = run([sys.executable, "-I", "-S", "-c", script]).splitlines()
-    assert Path(where).is_relative_to(sources if kind == "editable" else environment)
+    assert Path(where).is_relative_to(sources if kind == "editable" else installed.parents[1])
     assert {f"{name}.toml" for name in sets.split()} == SHIPPED_SETS
     assert rules.split() == [rule.target for rule in shipped_table("default").rules]
     # `torch.utils.benchmark` imports `cpp_extension`, which tells of a CUDA build of torch without a CUDA runtime.
@@ -165,12 +159,11 @@ def test_installed_package_reads_its_lists(python: Path, editable: Path, sources
     assert not {"torch.utils.benchmark", "torch.utils.cpp_extension"}.intersection(added.split())
 
 
-@needs_build_tools
 @pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_type_checkers_find_the_editable_install(editable: Path, sources: Path, tmp_path: Path, checker: str) -> None:
     pytest.importorskip(checker)
     # What they can follow: the folder, in a line of a .pth file, and no import hook.
-    (pth,) = site_of(editable.parents[1]).glob("__editable__*.pth")
+    (pth,) = site_of(editable).glob("__editable__*.pth")
     assert [Path(line).resolve() for line in pth.read_text(encoding="utf-8").split("\n") if line] == [sources]
     assert not list(pth.parent.glob("*finder*"))
     program, wrong = tmp_path / "program.py", tmp_path / "wrong.py"
@@ -196,7 +189,6 @@ def started(python: Path, folder: Path, *args: str, **environ: str) -> subproces
 
 
 @pytest.mark.processes
-@needs_build_tools
 def test_the_wheel_works_without_the_repository(python: Path, tmp_path: Path) -> None:
     where = started(python, tmp_path, "-c", "import autoamp; print(autoamp.__file__)").stdout
     assert str(ROOT / "autoamp") not in where
@@ -205,7 +197,6 @@ def test_the_wheel_works_without_the_repository(python: Path, tmp_path: Path) ->
 
 
 @pytest.mark.processes
-@needs_build_tools
 def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     start = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
@@ -241,11 +232,13 @@ def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp
 # -- what the files say --
 
 
+CONFIG = configparser.ConfigParser()
+CONFIG.read(ROOT / "setup.cfg", encoding="utf-8")
+
+
 def test_every_package_is_named_in_setup_cfg() -> None:
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
     found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "autoamp").rglob("__init__.py")}
-    assert set(config["options"]["packages"].split()) == found
+    assert set(CONFIG["options"]["packages"].split()) == found
 
 
 def test_pyproject_holds_the_build_system_and_what_setup_cfg_cannot_hold() -> None:
@@ -257,11 +250,9 @@ def test_constraints_are_exact_and_cover_what_is_required() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
     assert all(re.fullmatch(r"[0-9][0-9.]*(post[0-9]+)?", version) for version in pins.values())
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
     # CI does not install what mutation testing takes.
-    extras = [block for name, block in config["options.extras_require"].items() if name != "mutation"]
-    wanted = [config["options"]["install_requires"], *extras]
+    extras = [block for name, block in CONFIG["options.extras_require"].items() if name != "mutation"]
+    wanted = [CONFIG["options"]["install_requires"], *extras]
     names = {re.split(r"[\[<>=]", line)[0] for block in wanted for line in block.split()} - {"autoamp"}
     assert names <= set(pins)
 
@@ -285,9 +276,7 @@ def test_ci_runs_the_commands_of_the_readme_first(tmp_path: Path) -> None:
     assert called[: len(wanted)] == wanted
     # The default suite runs once, and its closing line is the last.
     assert [place for place, line in enumerate(called) if line == "python -m pytest"] == [5, len(called) - 1]
-    config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg", encoding="utf-8")
-    left_out = re.findall(r"not (\w+)", config["tool:pytest"]["addopts"])
+    left_out = re.findall(r"not (\w+)", CONFIG["tool:pytest"]["addopts"])
     asked = {word for line in called if " -m " in line for word in re.split(r"\W+", line)}
     assert {*left_out, "client"} - asked == {"null_cuda"}
     assert {"ruff check .", "ruff format --check ."} <= set(called)
