@@ -14,7 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
 # Answers requests: each is a folder, modules to import, and lines of arguments. A fork imports the modules, and forks
 # again for each line in turn. The answer tells how those ended; it is null if an import fails. What a program raises

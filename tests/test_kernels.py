@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 import autoamp
 from autoamp import kernels
-from tests.launches import Ended, launched, written
+from tests.launches import Ended, forks, launched, written
 
 # Each program finds another package, which autoamp looks for once in a process.
 SHARED = """
@@ -79,7 +77,6 @@ assert kernels.find("lamb_", "cpu") is None
 assert "cpu: no kernels (" in str(kernels.backend("cpu"))
 assert "AUTOAMP_KERNELS=0" in str(kernels.backend("cpu"))
 """
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
 
 @pytest.fixture(scope="module")

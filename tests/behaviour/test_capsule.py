@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 import autoamp
 from autoamp.cli import main
-from tests.launches import Ended, launched, written
+from tests.launches import Ended, forks, launched, written
 
 # Each fault is in the step 3, but for that of the loss.
 SCRIPT = """
@@ -70,7 +69,6 @@ RUNS = {
     "bf16": [*RUN, "--dtype", "bf16", "--loss-scale", "1", "--capsule", "bf16", "script.py", "backward"],
     **{name: [*RUN, *FP16, "capsules", f"{name}.py"] for name in ("without", "with", "plain")},
 }
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +129,8 @@ class Overflowing(nn.Linear):
         return super().forward(x * 300 * 400)
 
 
-def train(capsule: Path, model: nn.Module, fp32: str = "") -> None:
-    """Take one step that is skipped, with one module in fp32 where its path is given."""
+def train(capsule: Path, model: nn.Module, fp32: str = "") -> Path:
+    """Take one step that is skipped, with one module in fp32 where its path is given. Returns the newest capsule."""
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=16.0, capsule=capsule)
     if fp32:
         handle.override(model.get_submodule(fp32), "fp32")
@@ -142,30 +140,30 @@ def train(capsule: Path, model: nn.Module, fp32: str = "") -> None:
     optimizer.step()
     assert handle.last_step_skipped
     handle.deactivate()
+    return max(capsule.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+
+
+def rewrite(file: Path, finding: dict[str, Any], name: str, step: bytes) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("finding.json", json.dumps(finding))
+        archive.writestr(name, step)
 
 
 def test_replay_ends_with_1_if_it_finds_another_op_than_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Lost, its precision would let the first module overflow.
-    train(tmp_path, nn.Sequential(Overflowing(4, 4), Overflowing(4, 1)), fp32="0")
-    (file,) = tmp_path.iterdir()
+    file = train(tmp_path, nn.Sequential(Overflowing(4, 4), Overflowing(4, 1)), fp32="0")
     with zipfile.ZipFile(file) as archive:
         found, step = json.loads(archive.read("finding.json")), archive.read("tape.pt")
-
-    def write() -> None:
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("finding.json", json.dumps(found))
-            archive.writestr("tape.pt", step)
-
     assert found["overflow"]["op"] == "linear"
     assert main(["replay", str(file)]) == 0
     found["overflow"]["op"] = "exp"
-    write()
+    rewrite(file, found, "tape.pt", step)
     assert main(["replay", str(file)]) == 1
     assert "op: exp in the run, linear here" in capsys.readouterr().err
     found["versions"]["python"], found["text"] = "3.1.4", "\x1b[31mred"
-    write()
+    rewrite(file, found, "tape.pt", step)
     assert main(["replay", str(file)]) == 1
     shown = capsys.readouterr().err
     assert "the run had python 3.1.4" in shown
@@ -174,8 +172,7 @@ def test_replay_ends_with_1_if_it_finds_another_op_than_the_run(
 
 
 def test_a_capsule_of_an_earlier_run_stays(tmp_path: Path) -> None:
-    train(tmp_path, Overflowing(4, 1))
-    (file,) = tmp_path.iterdir()
+    file = train(tmp_path, Overflowing(4, 1))
     before = file.read_bytes()
     train(tmp_path, Overflowing(4, 1))
     assert file.read_bytes() == before
@@ -197,15 +194,11 @@ class Stranger:
 def test_the_pickle_of_a_stranger_runs_nothing(
     name: str, version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, Overflowing(4, 1))
-    (file,) = tmp_path.iterdir()
+    file, step = train(tmp_path, Overflowing(4, 1)), io.BytesIO()
     with zipfile.ZipFile(file) as archive:
         found = json.loads(archive.read("finding.json"))
-    step = io.BytesIO()
     torch.save({"format": "autoamp.tape", "version": 2, "events": [Stranger(tmp_path / "written")]}, step)
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("finding.json", json.dumps({**found, "format": version}))
-        archive.writestr(name, step.getvalue())
+    rewrite(file, {**found, "format": version}, name, step.getvalue())
     assert main(["replay", str(file)]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1

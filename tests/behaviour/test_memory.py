@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from autoamp.memory import why_not_kept
-from tests.launches import Ended, environment, launched, written
+from tests.launches import Ended, environment, forks, launched, written
 
 pytestmark = pytest.mark.skipif(why_not_kept() is not None, reason=f"needs glibc's own malloc: {why_not_kept()}")
-
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
 
 # Each block is larger than all before, so that glibc has it from the system unless told otherwise: 78,000 page faults.
 # In a heap that keeps what is freed only the first one and what each adds are new: 8,000, and 6,000 more for each time

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launches import launched
+from tests.launches import forks, launched
 
 PROGRAM = Path(__file__).with_name("apex_programs.py")
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
+pytestmark = forks
 
 
 def train(library: str, *levels: str) -> dict[str, dict[str, Any]]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launches import ROOT, Ended, launched
+from tests.launches import ROOT, Ended, forks, launched
 
 PROGRAMS = Path(__file__).parent / "programs"
 
-pytestmark = [
-    pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4"),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks"),
-]
+pytestmark = [pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4"), forks]
 
 
 @functools.cache
@@ -72,12 +68,10 @@ def test_fastai_is_restored(order: str) -> None:
     assert found["left"] == []
 
 
-def test_gradients_are_accumulated() -> None:
-    assert results_of("fastai_training.py", "first")["accumulated"] > 0.8
-
-
-def test_fastais_own_mixed_precision_is_refused() -> None:
-    assert "to_fp16" in results_of("fastai_training.py", "first")["own_callback"]
+def test_gradients_are_accumulated_and_fastais_own_mixed_precision_is_refused() -> None:
+    found = results_of("fastai_training.py", "first")
+    assert found["accumulated"] > 0.8
+    assert "to_fp16" in found["own_callback"]
 
 
 @pytest.mark.client("fastai", "pandas", "matplotlib", "fastprogress", "bs4", "torchvision")

@@ -335,17 +335,28 @@ def test_functions_are_scripted() -> None:
     torch.testing.assert_close(scripted(x, weight), expected)
 
 
-@pytest.mark.parametrize("cls", [ConvNet, Recurrent])
-def test_a_trace_holds_the_casts_and_is_loaded_without_us(cls: Any) -> None:
+def saved_and_loaded(model: nn.Module, x: Tensor) -> Any:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), buffer)
+    buffer.seek(0)
+    return torch.jit.load(buffer)
+
+
+def made_fx(model: nn.Module, x: Tensor) -> Any:
+    return make_fx(model)(x)
+
+
+@pytest.mark.parametrize(
+    ("traced", "cls"), [*((saved_and_loaded, cls) for cls in (ConvNet, Recurrent)), *((made_fx, cls) for cls in MODELS)]
+)
+def test_a_trace_holds_the_casts_and_runs_without_us(traced: Callable[..., Any], cls: Any) -> None:
     model, x = cls().eval(), torch.randn(cls.shape)
     handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    expected, buffer = model(x), io.BytesIO()
-    torch.jit.save(torch.jit.trace(model, x), buffer)
+    expected, program = model(x), traced(model, x)
     handle.deactivate()
-    buffer.seek(0)
-    loaded = torch.jit.load(buffer)(x)
-    assert loaded.dtype is expected.dtype
-    assert torch.equal(loaded, expected)
+    found = program(x)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
 
 
 # -- torch.fx and torch.export --
@@ -363,15 +374,6 @@ def test_a_symbolic_trace_casts_while_we_are_active(cls: Any) -> None:
     # Its nodes are calls of functions by name, as in the source that was traced.
     assert torch.equal(traced(x), plain)
     assert torch.equal(fx.symbolic_trace(model)(x), plain)
-
-
-@pytest.mark.parametrize("cls", [ConvNet, Transformer])
-def test_make_fx_holds_the_casts(cls: Any) -> None:
-    model, x = cls().eval(), torch.randn(cls.shape)
-    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
-    expected, graph = model(x), make_fx(model)(x)
-    handle.deactivate()
-    assert torch.equal(graph(x), expected)
 
 
 def test_onnx_holds_the_casts() -> None:

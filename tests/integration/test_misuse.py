@@ -213,7 +213,7 @@ def test_what_is_right_is_not_told(use: Callable[[], None]) -> None:
     assert [str(one.message) for one in caught if "underflow" in str(one.message)] == []
 
 
-# Files, command line, exit code, and what is said on standard error.
+# Files, command line, exit code, and what is said on standard error. Wrong options are in tests/cli/test_refusals.py.
 FILES = {
     "typo.toml": 'schema = 1\n\n[modules]\n"torch.nn.BatchNrom2d" = "fp32"\n',
     "bare.toml": 'schema = 1\n[modules]\n"Linear" = "fp32"\n',

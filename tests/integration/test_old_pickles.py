@@ -27,7 +27,7 @@ def loaded(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in SAVED if name not in TRAINED])
-def test_objects(name: str) -> None:
+def test_a_saved_object_loads_and_is_saved_again(name: str) -> None:
     value = loaded(name)
     assert type(value).__name__ == SAVED[name]["class"]
     told = value.loss_scale if hasattr(value, "loss_scale") else repr(value)
@@ -54,7 +54,7 @@ def test_new_pickles_name_public_places(name: str, home: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_levels(level: str) -> None:
+def test_a_checkpoint_of_a_level_loads(level: str) -> None:
     saved = loaded(level)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -75,7 +75,7 @@ def test_levels(level: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FP16_Optimizer", "early FP16_Optimizer"])
-def test_fp16_optimizers(name: str) -> None:
+def test_a_checkpoint_of_an_fp16_optimizer_loads(name: str) -> None:
     from autoamp.compat.early.optimizers import FP16_Optimizer as EarlyFP16Optimizer
 
     saved = loaded(name)
