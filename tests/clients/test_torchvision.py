@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.clients.apex_programs import importable_only_with_its_ops
 
 pytestmark = pytest.mark.client("torchvision")
 
@@ -27,6 +27,7 @@ _FEW = {
     **{f"rpn_{when}_nms_top_n_{mode}": 16 for when in ("pre", "post") for mode in ("train", "test")},
     "box_batch_size_per_image": 8, "box_detections_per_img": 4,
 }  # fmt: skip
+BOXES, SCORES = torch.tensor([[0.0, 0, 10, 10], [1, 1, 11, 11], [20, 20, 30, 30]]), torch.tensor([0.9, 0.8, 0.7])
 DETECTORS: dict[str, dict[str, int]] = {"FasterRCNN": _FEW, "MaskRCNN": _FEW, "RetinaNet": {}, "FCOS": {}}
 
 
@@ -34,11 +35,7 @@ DETECTORS: dict[str, dict[str, int]] = {"FasterRCNN": _FEW, "MaskRCNN": _FEW, "R
 def ops() -> Iterator[None]:
     """Stand in for the C++ op of a torchvision that is made for CUDA, where it cannot load beside a torch for CPUs."""
     with contextlib.ExitStack() as stack:
-        try:
-            import torchvision  # noqa: F401
-        except RuntimeError:
-            for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-                del sys.modules[name]
+        if importable_only_with_its_ops("torchvision"):
             library = stack.enter_context(torch.library._scoped_library("torchvision", "FRAGMENT"))
             for name in ("nms", "qnms"):
                 library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -164,8 +161,7 @@ def test_ops_of_torchvision_in_half_models_compute_in_fp32(half: torch.dtype, le
             assert image.dtype is boxes.dtype is half
             return tv.nms(boxes, scores, 0.5), tv.roi_align(image, [boxes.float()], 4).to(half)
 
-    boxes, scores = torch.tensor([[0.0, 0, 10, 10], [1, 1, 11, 11], [20, 20, 30, 30]]), torch.tensor([0.9, 0.8, 0.7])
-    image = torch.rand(1, 3, 32, 32)
+    image, boxes, scores = torch.rand(1, 3, 32, 32), BOXES, SCORES
     expected = tv.nms(boxes, scores, 0.5), tv.roi_align(image.to(half).float(), [boxes], 4).to(half).float()
     model = autoamp.initialize(Pools(), opt_level=level, dtype=half, device_type="cpu", verbosity=0)
     assert all(map(torch.equal, model(image, boxes, scores), expected))
@@ -178,8 +174,7 @@ def test_ops_of_torchvision_in_half_models_compute_in_fp32(half: torch.dtype, le
 def test_ops_of_torchvision_compute_in_fp32(half: torch.dtype, scope: Any) -> None:
     from torchvision import ops as tv
 
-    boxes, scores = torch.tensor([[0.0, 0, 10, 10], [1, 1, 11, 11], [20, 20, 30, 30]]), torch.tensor([0.9, 0.8, 0.7])
-    image = torch.rand(1, 3, 32, 32)
+    image, boxes, scores = torch.rand(1, 3, 32, 32), BOXES, SCORES
     expected = tv.nms(boxes, scores, 0.5), tv.roi_align(image.to(half).float(), [boxes], 4)
     autoamp.init(dtype=half, device_type="cpu", scope=scope)
     assert torch.equal(tv.nms(boxes.to(half), scores, 0.5), expected[0])

@@ -1,4 +1,4 @@
-"""Runs a function on several processes, which form a process group over gloo."""
+"""Runs a function on several processes, which form a process group over gloo, and examples by torchrun."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import contextlib
 import datetime
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+
+from tests.launches import ROOT, environment
 
 
 def _rank(index: int, world: int, folder: str, found_by: Callable[[], Any], timeout: float) -> None:
@@ -44,6 +48,20 @@ def on_ranks(
     folder = folders.mktemp("ranks")
     run_ranks(_rank, (world, str(folder), found_by, timeout), world)
     return [torch.load(folder / f"{index}.pt", weights_only=False) for index in range(world)]
+
+
+def torchrun(processes: int, *command: str, restarts: int = 0) -> str:
+    """Run an example by torchrun, expect the exit code 0, and return what it printed."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+            "--max-restarts", str(restarts), *command,
+        ],
+        env={**environment(), "COLUMNS": "120"}, cwd=ROOT / "examples", stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @contextlib.contextmanager

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.integration.spawned import torchrun
 from tests.states import differences, flat
 
-ROOT = Path(__file__).resolve().parents[2]
 FAULTY = Path(__file__).with_name("faulty.py")
 TINY = ("--steps", "8", "--every", "3", "--batch-size", "4", "--length", "16", "--width", "16", "--depth", "2")
 
@@ -24,20 +21,6 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="the extra 'examples' is not installed"),
 ]
-
-
-def torchrun(processes: int, *command: str, restarts: int = 0) -> str:
-    """Run a script by torchrun, expect the exit code 0, and return what it printed."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-            "--max-restarts", str(restarts), *command,
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
-        cwd=ROOT / "examples", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def bits_of(checkpoint: Path) -> dict[str, Any]:
