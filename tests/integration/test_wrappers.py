@@ -263,7 +263,7 @@ def flat_shards() -> list[str]:
 
 
 def tensor_parallel(model: nn.Module, mesh: Any = None) -> nn.Module:
-    """All ranks have all samples."""
+    """Split the layers over ranks, each of which has all samples."""
     plan: Any = {
         "first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())
     }  # fmt: skip
