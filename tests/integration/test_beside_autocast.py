@@ -120,6 +120,7 @@ def test_the_bf16_set_of_cuda_is_as_near_to_fp32_as_autocasts_list_for_cuda(prog
     reference = run(program)
     found = []
     for name in ("bf16", "default"):
-        with autoamp.region(device_type="cpu", dtype=torch.bfloat16, lists=shipped_table(name, "cuda")):
-            found.append(distances(run(program), reference))
+        handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, lists=shipped_table(name, "cuda"))
+        found.append(distances(run(program), reference))
+        handle.deactivate()
     assert all(ours <= 1.1 * theirs for ours, theirs in zip(*found, strict=True)), found

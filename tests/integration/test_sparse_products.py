@@ -107,8 +107,9 @@ def test_a_sparse_product_is_that_of_autocast_or_of_fp32(name: str, layout: str,
         with torch.autocast("cpu", dtype=half):
             reference = results(model)
     before = model.sparse.clone()
-    with autoamp.region(dtype=half, scope=scope):
-        output, gradient = results(model)
+    handle = autoamp.init(dtype=half, scope=scope)
+    output, gradient = results(model)
+    handle.deactivate()
     assert model.dtypes[0] is half
     if of_autocast:
         assert model.dtypes[1] is half
@@ -126,7 +127,8 @@ def test_gradients_of_a_sparse_parameter(name: str, half: torch.dtype) -> None:
     results(model)
     assert sparse.grad is not None
     reference, sparse.grad = sparse.grad.to_dense(), None
-    with autoamp.region(dtype=half):
-        results(model)
+    handle = autoamp.init(dtype=half)
+    results(model)
+    handle.deactivate()
     assert sparse.grad is not None
     torch.testing.assert_close(sparse.grad.to_dense(), reference, rtol=0.05, atol=0.1)

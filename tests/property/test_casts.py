@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -229,13 +229,19 @@ def compare(found: Found, expected: Found, half: torch.dtype) -> None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 
 
-def region(half: torch.dtype) -> Any:
-    return autoamp.region(dtype=half, device_type="cpu", lists=[])
+@contextlib.contextmanager
+def casts(half: torch.dtype) -> Iterator[autoamp.Handle]:
+    """Cast by the lists of a half dtype."""
+    handle = autoamp.init(dtype=half, device_type="cpu", lists=[])
+    try:
+        yield handle
+    finally:
+        handle.deactivate()
 
 
 @functools.cache
 def table_of(half: torch.dtype) -> CastTable:
-    with region(half) as handle:
+    with casts(half) as handle:
         return handle.settings.table
 
 
@@ -249,4 +255,4 @@ KINDS = st.tuples(st.booleans(), st.booleans())
 @given(graph=GRAPHS, kinds=KINDS, half=st.sampled_from([FP16, BF16]))
 def test_graphs_are_cast_as_the_list_says(graph: Any, kinds: tuple[bool, ...], half: torch.dtype) -> None:
     expected = run(graph, kinds, half, by_list(table_of(half), half), contextlib.nullcontext())
-    compare(run(graph, kinds, half, directly, region(half)), expected, half)
+    compare(run(graph, kinds, half, directly, casts(half)), expected, half)
