@@ -174,10 +174,12 @@ def build_packed(op: Any, casts: CastState) -> Callable[[tuple[Any, ...], dict[s
             return NotImplemented
         weights = kind.weights_of(args)
         pin = pins.get(id(weights[0])) if weights else None
-        if pin is None or type(args[0]) is not Tensor or not _may_call_onednn(args[0]):
-            return NotImplemented
-        layer = _packed(cache, kind, weights, args) if pin.layer is None else pin.layer
         # A weight may serve several ops, or one with several biases: the first that it was packed for is served.
+        if pin is None or (pin.layer is not None and type(pin.layer) is not kind):
+            return NotImplemented
+        if type(args[0]) is not Tensor or not _may_call_onednn(args[0]):
+            return NotImplemented
+        layer = pin.layer or _packed(cache, kind, weights, args)
         if type(layer) is not kind or len(weights) != len(layer.parameters):
             return NotImplemented
         return layer.run(args) if all(map(operator.is_, weights, layer.parameters)) else NotImplemented
