@@ -27,7 +27,6 @@ from autoamp.stepping import (
     GuardedOptimizers,
     ScalesItself,
     StepGuard,
-    as_list,
     living_optimizers_and_modules,
     open_blocks,
     several_processes,
@@ -183,9 +182,11 @@ class AutoScale(Subscriber):
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            roots = as_list(tensors)
-            given = grad_tensors if grad_variables is None else grad_variables
-            given = [] if given is None else as_list(given)
+            roots = _listed(tensors)
+            inputs, grad_tensors, grad_variables = (
+                None if given is None else _listed(given) for given in (inputs, grad_tensors, grad_variables)
+            )
+            given = (grad_tensors if grad_variables is None else grad_variables) or []
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
             outer = running = self._passes.joinable()
             if len(given) not in (0, len(roots)):
@@ -198,7 +199,7 @@ class AutoScale(Subscriber):
                 optimizers = list(self._known)
                 running = self._begin(optimizers, roots, inputs)
             if running is None:
-                run(tensors, grad_tensors, grad_variables=grad_variables)
+                run(roots, grad_tensors, grad_variables=grad_variables)
                 return
             try:
                 with self._passes.claimed(running, roots):
@@ -270,3 +271,8 @@ class AutoScale(Subscriber):
             return hook
         kind = PostAccumulateHook if accumulated else GradientHook
         return kind(hook, self._passes, tensor)
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return tensors as torch's ``backward`` takes them: one, or any iterable of them."""
+    return [values] if isinstance(values, (Tensor, torch.autograd.graph.GradientEdge)) else list(values)

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.scaling import LossScaler, true_gradient
-from autoamp.stepping import OverflowCheck, StepGuard, as_list
+from autoamp.stepping import OverflowCheck, StepGuard
 from autoamp.tensors import HALF_DTYPES
 
 
@@ -283,7 +283,7 @@ def scaled_gradients(roots: Sequence[Any], given: Sequence[Any], scale: float, *
     return gradients
 
 
-def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], set[Any]]:
+def reached_by(roots: Iterable[Any], inputs: Iterable[Any] | None = None) -> tuple[list[Tensor], set[Any]]:
     """Return the tensors into whose ``.grad`` a pass writes, and the nodes of its graph."""
     leaves: dict[int, Tensor] = {}
     nodes: set[Any] = set()
@@ -304,5 +304,5 @@ def reached_by(roots: Iterable[Any], inputs: Any = None) -> tuple[list[Tensor], 
         waiting.extend(following for following, _ in node.next_functions)
     if inputs is None:
         return list(leaves.values()), nodes
-    wanted = {id(tensor): tensor for tensor in as_list(inputs) if isinstance(tensor, Tensor)}
+    wanted = {id(tensor): tensor for tensor in inputs if isinstance(tensor, Tensor)}
     return list(wanted.values()), nodes

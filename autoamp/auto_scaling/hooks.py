@@ -39,7 +39,7 @@ class RunningPasses:
     @contextlib.contextmanager
     def claimed(self, running: ScaledPass, roots: Iterable[Any]) -> Iterator[None]:
         """Let hooks at the roots say that the run of the engine within the ``with`` statement belongs to this pass."""
-        hook = OurHook(self._claim, running)
+        hook = OurHook(self._claim, running, threading.get_ident())
         registered = [register_first(root, hook) for root in roots if isinstance(root, Tensor) and root.requires_grad]
         try:
             yield
@@ -47,9 +47,13 @@ class RunningPasses:
             for handle in registered:
                 handle.remove()
 
-    def _claim(self, running: ScaledPass, gradient: Any) -> None:
-        """Take note that the run of the engine that calls belongs to a pass."""
-        self._by_run.setdefault(current_graph_task(), running)
+    def _claim(self, running: ScaledPass, thread: int, gradient: Any) -> None:
+        """Take note that the run of the engine that calls belongs to a pass, which began in a thread."""
+        # Another thread may run through the same root. Autograd's own threads, which Python did not start, run what is
+        # on a device.
+        here = threading.current_thread()
+        if here.ident == thread or isinstance(here, threading._DummyThread):
+            self._by_run.setdefault(current_graph_task(), running)
 
     def end(self, running: ScaledPass) -> None:
         """Forget a pass."""

@@ -219,6 +219,7 @@ class CastState:
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Cast again, for a closure that an optimizer calls within its step, during which casts are off."""
+        # True, as the step has replaced what the thread had set. It stays off where casts are forced off.
         return self.switched(None if self.in_modules else True)
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -210,12 +211,21 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped.
         """
         self.update_master_grads()
-        powered = self._guard.norm(float(norm_type))
+        if self._guard.pending.group is not None:
+            powered = self._guard.norm(float(norm_type))
+            if self.overflow:
+                return -1.0
+            whole = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
+            self._guard.pending.clip(whole, max_norm)
+            return float(whole)
         if self.overflow:
             return -1.0
-        norm = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
-        self._guard.pending.clip(norm, max_norm)
-        return float(norm)
+        # By torch's function: a norm too large for fp32 makes the gradients 0, and any p is allowed.
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
+        if math.isfinite(norm) and math.isfinite(max_norm):
+            self._guard.pending.checked.note(parameters)
+        return norm
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
         """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`.

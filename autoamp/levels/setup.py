@@ -124,6 +124,7 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
         for model in models:
             _set_up_model(runtime, setup, model)
         runtime.optimizers.use_scalers(setup.scalers, optimizers)
+        # After the models: `state_dict` is patched only if a model is half by now (`CastModels.is_listening`).
         put_handle(handle)
         for model in () if level.casts_models else models:
             runtime.precisions.override_paths(model)
@@ -211,7 +212,8 @@ def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
 
 def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     """Cast a model as the level says, and what goes into it and comes out of it at each call."""
-    # None: as the thread casts. False: nothing is cast within this model, even if the level of another patches torch.
+    # None: as the thread casts. True (scope="modules"): the lists act within this model, with casts off around it, and
+    # its outputs are fp32. False: nothing is cast within it, even if the level of another patches torch.
     level, outputs = setup.level, setup.outputs
     casts = None if setup.on else level.patch_torch_functions
     kind: Any = setup.settings.dtype if level.cast_model_type == "half" else level.cast_model_type

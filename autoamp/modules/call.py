@@ -91,6 +91,7 @@ class ModuleCalls(Subscriber):
                     outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
                     if outermost and (in_modules or local.now().on):
                         precisions.begin_model(self)
+                    # After `switch`, which lifts a default that forces casts off outside of models.
                     precision = None if local.now().forced_off else precisions.get(self)
                     if precision is not None:
                         # Code around that casts nothing, such as an fp32 module's, could not use a half result.

@@ -170,6 +170,7 @@ def _replacement(
         finally:
             if off_within:
                 if before is None:
+                    # The thread had set nothing, and goes by the default again.
                     del own_mode["on"]
                 else:
                     own_mode["on"] = before

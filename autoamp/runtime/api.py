@@ -134,7 +134,8 @@ class Region:
                     block.callback(handle.deactivate)
             else:
                 handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))
-                block.enter_context(runtime_of(handle).casts.switched(True, forced_off=False))
+                casts = runtime_of(handle).casts
+                block.enter_context(casts.switched(None if casts.in_modules else True, forced_off=False))
             self._entered.setdefault(threading.get_ident(), []).append(block.pop_all())
         return handle
 

@@ -238,8 +238,8 @@ class TrainingHandle:
             norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
 
         Returns:
-            The norm before clipping, a tensor without dimensions. If it is inf or nan, gradients are unchanged, and
-            the step will be skipped.
+            The norm before clipping, a tensor without dimensions. If it is inf or nan, gradients are unchanged. The
+            step is skipped if they hold inf or nan.
 
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.

@@ -292,6 +292,7 @@ class DynamicLossScaler(LossScaler):
         scale, growth_tracker = self._on_device[0].clone(), self._on_device[1]
         self._apply_rule(scale, growth_tracker, found_inf)
         self._on_device = scale, growth_tracker
+        # `_lowest` counts the flags that are unread: asked before this one is added, which may have others read.
         super().update_later(found_inf, tell, urgent=urgent or self._lowest() < _NEAR_ONE)
 
     @torch.inference_mode(False)

@@ -189,7 +189,8 @@ class PendingChecks:
         They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
         that was not scaled is divided too.
         """
-        if self.last is None or self._unscaled is None or not self.has_added_params:
+        # After ``delay_unscale`` all gradients are scaled, and `finish_delayed` unscales all.
+        if self.last is None or self._unscaled is None or self._grads.delayed or not self.has_added_params:
             return
         params, (scaler, scale) = self._grads.params(), self.last
         known = set(map(id, self._unscaled))
@@ -205,7 +206,7 @@ class PendingChecks:
         if scaler is not None:
             grads.delayed, grads.scale = None, 1.0
             if grads.has_any():
-                params = grads.params()
+                params = self._unscaled = grads.params()
                 self.note(OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank)))
                 self.checked.note(params)
 
@@ -250,7 +251,8 @@ class PendingChecks:
         read_checks(checks)
         blamed = next((check for check in checks if check.overflowed), None)
         clean = list(checks if blamed is None else checks[: checks.index(blamed)])
-        # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients.
+        # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients. One
+        # that told of no overflow does not count: its gradients of the block were finite, these are not.
         if blamed is not None and not any(one.reported.told for one in checks if one.scaler is blamed.scaler):
             blamed.scaler.update(True)
         for scaler in dict.fromkeys(check.scaler for check in clean):

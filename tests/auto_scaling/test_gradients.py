@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -113,6 +115,9 @@ def limits_the_inputs() -> Any:
     kept.retain_grad()
     kept.sum().backward(retain_graph=True)
     model[2](kept.tanh()).sum().backward(inputs=[model[2].weight])
+    # Torch takes any iterable.
+    model(x).sum().backward(inputs=model.parameters())
+    torch.autograd.backward(deque([model(x).sum()]), deque([torch.tensor(1.0)]), inputs=iter([x]))
     return x.grad, hidden.grad, kept.grad, gradients(model)
 
 
@@ -361,6 +366,26 @@ def runs_backward_in_threads() -> Any:
     return model[2].weight.grad, model[0].weight.grad.isfinite().all()
 
 
+def asks_for_gradients_from_another_thread() -> Any:
+    """While a pass runs, another thread runs autograd's engine through the root of that pass."""
+    model, _optimizer, x = make()
+    seen: list[Tensor] = []
+    loss = model(x).square().mean()
+
+    def asks() -> None:
+        seen.extend(torch.autograd.grad(loss * 1.0, list(model.parameters()), retain_graph=True))
+
+    def waits(gradient: Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():
+            asking = threading.Thread(target=asks)
+            asking.start()
+            asking.join()
+
+    loss.grad_fn.next_functions[0][0].register_prehook(lambda gradients: waits(gradients[0]))
+    loss.backward(retain_graph=True)
+    return seen, gradients(model)
+
+
 def asks_for_gradients_from_hooks() -> Any:
     """A run of autograd's engine within a hook, which goes by the same leaf, is not the pass."""
     model, _optimizer, x = make()
@@ -378,7 +403,8 @@ def asks_for_gradients_from_hooks() -> Any:
 
 
 PROGRAMS = [
-    accumulates, adds_a_group_late, asks_for_gradients_from_hooks, catches_exceptions,
+    accumulates, adds_a_group_late, asks_for_gradients_from_another_thread, asks_for_gradients_from_hooks,
+    catches_exceptions,
     checkpoints_what_shares_memory, has_a_deep_graph, has_closures, has_double_backward, has_hooks_of_modules,
     has_hooks_of_tensors, has_several_losses, limits_the_inputs, looks_at_gradients_from_hooks, retains_gradients,
     runs_a_pass_within_a_function, runs_backward_in_threads,

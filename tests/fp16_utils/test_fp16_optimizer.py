@@ -162,6 +162,16 @@ def test_gradients_have_their_true_values() -> None:
     assert optimizer.clip_master_grads(10.0, norm_type=torch.inf) == max(p.grad.abs().max() for p in masters(optimizer))
 
 
+def test_gradients_whose_norm_is_too_large_for_fp32_are_clipped_to_zero() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = build(model)
+    before = snapshot(model, optimizer)
+    optimizer.backward(model(torch.ones(1, 2)).sum() * 1e25)
+    assert optimizer.clip_master_grads(1.0) == torch.inf
+    optimizer.step()
+    assert equal(snapshot(model, optimizer), before)
+
+
 @pytest.mark.parametrize("call", [True, False], ids=["update_master_grads()", "step()"])
 def test_backward_passes_that_add_up(call: bool) -> None:
     def run(update: bool) -> list[Tensor]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import autoamp
 from autoamp.errors import ListFileError, UsageError
 from autoamp.runtime import Handle, NoOpHandle
-from tests.runtime.shared import FULL, HALF, Training, in_thread, init, patched, region, runs_in, steps
+from tests.runtime.shared import FULL, HALF, Training, in_thread, init, ones, patched, region, runs_in, steps
 
 
 def test_a_region_patches_for_the_block_alone_on_its_thread() -> None:
@@ -21,6 +22,19 @@ def test_a_region_patches_for_the_block_alone_on_its_thread() -> None:
     assert not patched()
     assert not handle.is_active()
     assert autoamp.current_handle() is None
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["its own handle", "the handle around it"])
+def test_a_region_with_the_scope_of_modules_casts_within_modules_alone(around: bool) -> None:
+    if around:
+        init(scope="modules")
+    layer = nn.Linear(2, 2)
+    seen: list[torch.dtype] = []
+    layer.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
+    with autoamp.region() if around else region(scope="modules"):
+        assert runs_in() is FULL
+        assert layer(ones()).dtype is FULL
+    assert seen == [HALF]
 
 
 def test_a_region_that_cannot_be_entered_changes_nothing() -> None:

@@ -191,13 +191,20 @@ def test_a_step_without_a_signature_is_guarded() -> None:
 
 @pytest.mark.parametrize("when", ["before the step", "before the next block"])
 @pytest.mark.parametrize("factor", [1.0, math.inf])
-def test_gradients_of_parameters_added_after_a_block_are_unscaled_and_checked(when: str, factor: float) -> None:
+@pytest.mark.parametrize("delay", [False, True])
+def test_gradients_of_parameters_added_after_a_block_are_unscaled_and_checked(
+    when: str, factor: float, delay: bool
+) -> None:
     setup, late = Setup(), Parameter(torch.ones(2))
 
     def backward(factor: float) -> None:
-        with scale_loss((setup.param + late * factor).sum(), setup.guard, setup.scaler) as scaled:
+        with scale_loss((setup.param + late * factor).sum(), setup.guard, setup.scaler, delay) as scaled:
             scaled.backward()
 
+    # A step before, whose block knows the optimizer without them.
+    setup.backward(0.0)
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
     backward(factor)
     setup.optimizer.add_param_group({"params": [late]})
     if when == "before the next block":
