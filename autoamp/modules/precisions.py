@@ -76,7 +76,7 @@ class ModulePrecisions:
     @property
     def any(self) -> bool:
         """Whether any module may have a precision of its own."""
-        return self.has_class_rules or bool(self._tags.values)
+        return self.has_class_rules or self._tags.any
 
     def get(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""

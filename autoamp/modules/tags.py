@@ -45,10 +45,12 @@ class ModuleTags(Generic[T]):
 
     Attributes:
         values: What each tag stands for.
+        any: Whether there may be values. Compiled code guards on it, as it does not on a dict.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, T] = {}
+        self.any = False
         # The modules that the tags were given to.
         self._holders: dict[str, weakref.ref[Module]] = {}
 
@@ -56,7 +58,7 @@ class ModuleTags(Generic[T]):
         """Give a module a value, above those that it was given before, and return the tag, for `take`."""
         tag = _Tag(uuid.uuid4().hex)
         key = str(tag)
-        self.values[key], self._holders[key] = value, weakref.ref(module)
+        self.values[key], self._holders[key], self.any = value, weakref.ref(module), True
         weakref.finalize(tag, self.take, key).atexit = False
         vars(module)[TAGS] = (*vars(module).get(TAGS, ()), tag)
         return key
@@ -82,6 +84,7 @@ class ModuleTags(Generic[T]):
             self.remove(tag, module)
         self.values.pop(tag, None)
         self._holders.pop(tag, None)
+        self.any = bool(self.values)
 
     def take_all(self, modules: Container[Module] | None = None) -> None:
         """Take the tags that these modules were given, by default those of all."""
@@ -102,3 +105,4 @@ class ModuleTags(Generic[T]):
         self.values.update(other.values)
         self._holders.update(other._holders)
         other.values, other._holders = self.values, self._holders
+        self.any = other.any = bool(self.values)

@@ -84,7 +84,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         if input.is_cuda:
             return torch.nn.SyncBatchNorm.forward(cast("torch.nn.SyncBatchNorm", self), input)
         output, mean, variance = _Synced.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
-        if self.running_mean is not None:
+        if self.track_running_stats and self.running_mean is not None:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
                 momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)

@@ -135,7 +135,9 @@ class Region:
             else:
                 handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))
                 casts = runtime_of(handle).casts
-                block.enter_context(casts.switched(None if casts.in_modules else True, forced_off=False))
+                # Without settings of its own it goes over the scope of the handle around it.
+                on = None if self._settings is not None and casts.in_modules else True
+                block.enter_context(casts.switched(on, forced_off=False))
             self._entered.setdefault(threading.get_ident(), []).append(block.pop_all())
         return handle
 
@@ -151,8 +153,11 @@ class Region:
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
     """Patch torch inside a ``with`` statement only: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
 
-    A region with settings casts only in the thread that enters it. Entering and leaving patch and restore torch, which
-    takes about ten milliseconds each. Use a region around a whole training loop; around each step prefer `init`.
+    A region with settings casts only in the thread that enters it; with ``scope="modules"`` it casts within modules
+    alone, in all threads. A region without settings casts everything, whatever the scope of the active handle.
+
+    Entering and leaving patch and restore torch, which takes about ten milliseconds each. Use a region around a whole
+    training loop; around each step prefer `init`.
 
     Args:
         enabled: False turns the casts of the active handle off inside the region.

@@ -280,6 +280,7 @@ def runs_a_pass_within_a_function() -> Any:
                 (model[0].bias.sum() * 3).backward()
                 sums = [model[0].weight.sum(), model[0].bias.sum()]
                 torch.autograd.backward([*sums, model[2].bias], [None, gradient[0, 0], gradient[0, :2]])
+                torch.autograd.backward(deque([model[0](x).sum()]), inputs=model[0].parameters())
                 with pytest.raises(RuntimeError, match="got 2 tensors and 1 gradients"):
                     torch.autograd.backward(sums, [gradient[0, 0]])
                 with pytest.raises(RuntimeError, match="does not require grad"):

@@ -34,6 +34,15 @@ def test_override_refuses_unknown_precisions_and_what_is_no_module(handle: autoa
     assert not runtime_of(handle).precisions.any
 
 
+def test_code_that_was_compiled_before_sees_an_override(handle: autoamp.Handle) -> None:
+    layer = nn.Linear(2, 2)
+    model, x = torch.compile(nn.Sequential(layer, nn.ReLU()), backend="eager"), torch.ones(1, 2)
+    assert model(x).dtype is HALF
+    with handle.override(layer, "fp32"):
+        assert model(x).dtype is FP32
+    assert model(x).dtype is HALF
+
+
 def test_an_exception_undoes_the_override(handle: autoamp.Handle) -> None:
     def fail(x: Tensor) -> None:
         assert torch.mm(x, x).dtype == FP32

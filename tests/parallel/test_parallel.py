@@ -132,6 +132,10 @@ def normed(rank: int) -> dict[str, Any]:
         torch.autograd.grad(parallel.SyncBatchNorm(4).double()(part).cos().sum(), part, create_graph=True)
     except UsageError as error:
         found["twice"] = str(error)
+    stopped = parallel.SyncBatchNorm(4)
+    stopped.track_running_stats = False
+    stopped(part_of(given_to("plain", 0), rank))
+    found["statistics that no longer count"] = stopped.running_mean, stopped.num_batches_tracked
     found["far"] = parallel.SyncBatchNorm(70).double()(part_of(given_to("rows", 0).double() + FAR, rank)).detach()
     # All values are on one rank.
     found["empty"] = parallel.SyncBatchNorm(4)(given_to("plain", 0)[: 8 * rank]).detach()
@@ -290,6 +294,13 @@ def test_groups_of_one_normalise_alone(ranks: list[Any]) -> None:
     for rank, found in enumerate(ranks):
         expected = nn.BatchNorm1d(4)(part_of(given_to("plain", 0), rank))
         torch.testing.assert_close(found["normed"]["alone"], expected.detach())
+
+
+def test_statistics_stop_where_the_program_says_so(ranks: list[Any]) -> None:
+    for found in ranks:
+        mean, batches = found["normed"]["statistics that no longer count"]
+        assert mean.tolist() == [0.0] * 4
+        assert batches == 0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

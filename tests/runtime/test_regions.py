@@ -24,14 +24,11 @@ def test_a_region_patches_for_the_block_alone_on_its_thread() -> None:
     assert autoamp.current_handle() is None
 
 
-@pytest.mark.parametrize("around", [False, True], ids=["its own handle", "the handle around it"])
-def test_a_region_with_the_scope_of_modules_casts_within_modules_alone(around: bool) -> None:
-    if around:
-        init(scope="modules")
+def test_a_region_with_the_scope_of_modules_casts_within_modules_alone() -> None:
     layer = nn.Linear(2, 2)
     seen: list[torch.dtype] = []
     layer.register_forward_hook(lambda _module, _args, output: seen.append(output.dtype))
-    with autoamp.region() if around else region(scope="modules"):
+    with region(scope="modules"):
         assert runs_in() is FULL
         assert layer(ones()).dtype is FULL
     assert seen == [HALF]

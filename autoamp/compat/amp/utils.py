@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoamp.errors import UsageError
 from autoamp.tensors import map_tensors
 
 __all__ = ["OptimWrapper", "filter_attrs", "has_old_rnns", "is_fp_tensor", "maybe_float", "maybe_half"]
@@ -44,6 +46,34 @@ def _cast_on_gpus(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda one: one.to(dtype) if one.is_cuda and one.is_floating_point() else one)
 
 
-def OptimWrapper(optimizer: Any, amp_handle: Any, num_loss: int = 1) -> Any:  # noqa: N802
-    """Give an optimizer a ``scale_loss`` of its own, and return it; see `autoamp.Handle.wrap_optimizer`."""
-    return amp_handle.wrap_optimizer(optimizer, num_loss)
+class OptimWrapper:
+    """An optimizer with a ``scale_loss`` of its own, as ``handle.wrap_optimizer`` returned it in Apex.
+
+    Args:
+        optimizer: Any optimizer.
+        amp_handle: The handle of ``amp.init``.
+        num_loss: How many losses there are between two steps.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int = 1) -> None:
+        self._optimizer = amp_handle.wrap_optimizer(optimizer, num_loss)
+
+    def scale_loss(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass; the first call of a step is the first loss, and so on."""
+        return self._optimizer.scale_loss(loss)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer.
+
+        Raises:
+            UsageError: A closure is given. It might be evaluated any number of times, so which of its losses has which
+                scaler is not known.
+        """
+        if closure is not None:
+            raise UsageError("a wrapped optimizer takes no closure; use handle.scale_loss within the closure instead")
+        return self._optimizer.step()
