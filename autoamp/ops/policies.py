@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from autoamp.casting import RECURRENT_LAYERS, CastArgs, CastState, ThreadState, TracedMode, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import PACKED, build_packed
+from autoamp.ops.attention import build_attention
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
 from autoamp.ops.recurrent import build_recurrent
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
@@ -194,6 +195,8 @@ def _special_case(
     if to_half:
         if original in _CELLS:
             return _precache_weights(casts)
+        if original is torch.nn.functional.scaled_dot_product_attention:
+            return build_attention(original, casts)
         if original in RECURRENT_LAYERS and on_cuda and flatten_recurrent_weights is not None:
             return build_recurrent(original, casts)
         if original is torch.einsum:

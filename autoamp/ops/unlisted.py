@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autoamp import torch_private
 from autoamp.casting import CastState
+from autoamp.ops.attention import build_half_attention
 from autoamp.ops.composites import build_script_call
 from autoamp.ops.recurrent import build_check_input
 from autoamp.patching import imitate
@@ -50,6 +51,8 @@ def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[A
             for owner, name in places:
                 names = ("torch", f"Tensor.{name}") if owner is Tensor else (owner.__name__, name)
                 yield owner, name, partial(build, casts=casts, names=names)
+    if not casts.on_by_default:
+        yield torch.nn.functional, "scaled_dot_product_attention", partial(build_half_attention, casts=casts)
 
 
 def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> Any:

@@ -261,3 +261,15 @@ def test_consistent_model(bf16: Any) -> None:
     found = bf16.consistency(model, torch.randn(8, 16), backend="eager")
     assert str(found).splitlines() == [f"{name}: the same" for name in PATHS]
     assert found.is_consistent
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_attention_is_the_same_on_each_path(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, dropout: float
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
+    handle = autoamp.init(device_type="cpu", dtype=dtype)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True)
+    for tokens in (8, 160):
+        assert handle.consistency(layer, torch.randn(1, tokens, 8), backend="eager").is_consistent

@@ -1,4 +1,4 @@
-"""Attention: torch's fast path for inference is shut where casts are on, so that its bits are those of training."""
+"""The precision in which a CPU computes attention: what torch's kernel gets, by torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -6,19 +6,94 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.casting import CastState
+from autoamp.ops.attention import build_attention
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [4, 129])
+class Attentions(TorchDispatchMode):
+    """Notes the dtype of each call of an attention kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.name():
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pretend_units(units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this an x86 CPU with these units, or without any."""
+    has = {"architecture": "x86_64", **({units: True} if units else {})}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+
+
+@pytest.mark.parametrize(
+    ("half", "tokens", "keys", "trained", "units", "computed"),
+    [
+        ("bf16", 128, 128, True, None, "fp32"),
+        ("bf16", 16, 16, False, None, "fp32"),
+        ("bf16", 129, 16, True, None, "bf16"),
+        ("bf16", 16, 129, True, None, "bf16"),
+        ("bf16", 16, 16, True, "amx_bf16", "bf16"),
+        ("fp16", 160, 160, True, None, "fp32"),
+        ("fp16", 160, 160, False, None, "fp32"),
+        ("fp16", 16, 16, True, "avx512_fp16", "fp16"),
+    ],
+)
+def test_fp32_where_it_is_faster_and_a_half_result(
+    half: str,
+    tokens: int,
+    keys: int,
+    trained: bool,
+    units: str | None,
+    computed: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_units(units, monkeypatch)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, count, 8, requires_grad=trained) for count in (tokens, keys, keys))
+    mask = torch.ones(tokens, keys).tril().log()
+    expected = F.scaled_dot_product_attention(query, key, value, mask)
+    autoamp.init(dtype=HALVES[half], device_type="cpu")
+    with Attentions() as seen:
+        result = F.scaled_dot_product_attention(query, key, value=value, attn_mask=mask)
+        # Half products come in half, as do those of a layer.
+        F.scaled_dot_product_attention(*(one.to(HALVES[half]) for one in (query, key, value)), is_causal=True)
+    assert seen.dtypes == [HALVES.get(computed, torch.float32)] * 2
+    assert result.dtype is HALVES[half]
+    torch.testing.assert_close(result.float(), expected, atol=2e-2, rtol=2e-2)
+    if trained:
+        result.float().square().sum().backward()
+        found = query.grad
+        query.grad = None
+        expected.square().sum().backward()
+        torch.testing.assert_close(found, query.grad, atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.parametrize("half", list(HALVES))
+@pytest.mark.parametrize("tokens", [4, 128, 129])
+@pytest.mark.parametrize("units", [None, "amx_bf16"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_model_computes_the_same_with_and_without_gradients(level: str, tokens: int, half: torch.dtype) -> None:
+def test_a_model_computes_the_same_with_and_without_gradients(
+    level: str, units: str | None, tokens: int, half: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_units(units, monkeypatch)
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     model: Any = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = autoamp.initialize(model, optimizer, opt_level=level, dtype=half, device_type="cpu", verbosity=0)
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level=level, dtype=HALVES[half], device_type="cpu", verbosity=0
+    )
     x = torch.randn(2, tokens, 16)
     expected = model(x).detach()
     for training in (True, False):
@@ -26,3 +101,43 @@ def test_a_model_computes_the_same_with_and_without_gradients(level: str, tokens
         for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with mode():
                 assert torch.equal(model(x), expected), (training, mode)
+
+
+def test_arguments_that_are_not_cast_and_errors_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    autoamp.init(dtype=torch.float16, device_type="cpu")
+    assert F.scaled_dot_product_attention(*[x.double()] * 3).dtype is torch.float64
+    for given in ({}, {"query": x}, {"query": x, "key": x}, {"query": x, "value": x}, {"key": x, "value": x}):
+        with pytest.raises(TypeError, match="missing"):
+            F.scaled_dot_product_attention(**given)
+
+
+@pytest.mark.parametrize(("device_type", "architecture"), [("cuda", "x86_64"), ("cpu", "aarch64")])
+def test_other_processors_compute_it_in_half(
+    device_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": architecture})
+    assert build_attention(F.scaled_dot_product_attention, CastState(torch.float16, device_type)) is None
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("units", [None, "amx_bf16"])
+def test_half_models_compute_it_in_fp32_too(level: str, units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(units, monkeypatch)
+    torch.manual_seed(0)
+    model: Any = torch.nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(2, 8, 16)
+    expected = model(x, x, x, need_weights=False)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = autoamp.initialize(
+        model, optimizer, opt_level=level, dtype=torch.bfloat16, device_type="cpu", verbosity=0
+    )
+    with Attentions() as seen:
+        result = model(x, x, x, need_weights=False)[0]
+    assert seen.dtypes == [torch.bfloat16 if units else torch.float32]
+    # Of a part that stays in fp32.
+    assert F.scaled_dot_product_attention(x, x, x).dtype is torch.float32
+    torch.testing.assert_close(result.float(), expected, atol=2e-2, rtol=2e-2)
+    result.float().sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
