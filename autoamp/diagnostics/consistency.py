@@ -249,10 +249,14 @@ def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> 
     return ComparedPath(name, dtype, next(others, None) if bits and dtype is None else None, failed)
 
 
+def _is_fused_attention(step: _Step) -> bool:
+    return any("attention" in kernel for kernel in step.kernels)
+
+
 def _computed_apart(before: _Step, step: _Step) -> bool:
     """Whether both calls are known to compute in different dtypes."""
-    if "scaled_dot_product_attention" in step.name and before.kernels != step.kernels:
-        # With dropout, so in training alone, torch computes attention by other kernels, also under torch.autocast.
+    if _is_fused_attention(step) and not _is_fused_attention(before):
+        # With dropout, so in training alone, torch computes attention op by op in fp32, also under torch.autocast.
         return False
     return None not in (before.computed, step.computed) and before.computed is not step.computed
 

@@ -103,9 +103,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         found = [(param, grad) for param in group["params"] if (grad := self._gradient(param)) is not None]
         params = [param for param, _ in found]
-        for param, grad in found:
-            if grad.layout is not torch.strided:
-                raise UsageError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam or SGD")
+        if any(grad.layout is not torch.strided for _, grad in found):
+            raise UsageError(f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam or SGD")
+        for param in params:
             for name in names:
                 if self.state[param].get(name) is None:
                     self.state[param][name] = torch.zeros_like(param, dtype=_wide(param))

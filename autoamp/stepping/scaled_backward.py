@@ -138,14 +138,13 @@ class BackwardWatch:
         self._guards = [weakref.ref(guard) for guard in guards]
         self._others = others
         self._has_ended = self._loss_passed = False
+        # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
+        self._backward_seen = all(guard.backward_seen for guard in guards)
         self._hook: Any = None
         if loss.requires_grad and scaled is not loss:
-            if not self._backward_seen():
+            if not self._backward_seen:
                 self._hook = loss.register_hook(self._loss_passes)
             scaled.register_hook(self._scaled_passes)
-
-    def _backward_seen(self) -> bool:
-        return all(guard.backward_seen for reference in self._guards if (guard := reference()) is not None)
 
     def __enter__(self) -> None:
         pass
@@ -154,7 +153,11 @@ class BackwardWatch:
         self._has_ended = True
         if self._hook is not None:
             self._hook.remove()
-        if kind is None and self._loss_passed and not self._backward_seen():
+        if kind is not None:
+            return
+        for guard in self._living():
+            guard.backward_seen = guard.backward_seen or self._backward_seen
+        if self._loss_passed and not self._backward_seen:
             raise UsageError(
                 f"loss.backward() was called inside the scale_loss block of {self.block}, and its gradients are not "
                 "scaled. "
@@ -164,10 +167,11 @@ class BackwardWatch:
     def _loss_passes(self, _: Tensor) -> None:
         self._loss_passed = True
 
+    def _living(self) -> list[StepGuard]:
+        return [guard for reference in self._guards if (guard := reference()) is not None]
+
     def _scaled_passes(self, _: Tensor) -> None:
-        guards = [guard for reference in self._guards if (guard := reference()) is not None]
-        for guard in guards:
-            guard.backward_seen = True
+        self._backward_seen, guards = True, self._living()
         others = self._others(guards, self._scale)
         if not self._has_ended:
             own = (param for guard in guards for param in guard.grads.leaves())

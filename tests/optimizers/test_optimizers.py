@@ -419,6 +419,16 @@ def test_sparse_gradients_are_refused() -> None:
         FusedAdam([param]).step()
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_a_refused_gradient_leaves_no_state_of_the_parameters_before_it(kind: Any) -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.ones(2), torch.ones(2).to_sparse()
+    optimizer = kind(params, lr=0.1, **({"momentum": 0.9} if kind is FusedSGD else {}))
+    with pytest.raises(UsageError, match="sparse"):
+        optimizer.step()
+    assert not any(optimizer.state.values())
+
+
 def test_sgd_takes_its_learning_rate_from_the_groups() -> None:
     first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = FusedSGD([{"params": [first], "lr": 0.25}, {"params": [second], "lr": 0.5}])

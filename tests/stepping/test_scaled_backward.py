@@ -156,9 +156,20 @@ def test_a_backward_pass_after_its_block_is_refused(there: str, level: str) -> N
     assert_same(before, weights(model))
 
 
-def test_a_backward_pass_of_the_unscaled_loss_is_refused(handle: autoamp.Handle) -> None:
+@pytest.mark.parametrize("before", ["nothing", "a block that an error ended", "a pass that came too late"])
+def test_a_backward_pass_of_the_unscaled_loss_is_refused(handle: autoamp.Handle, before: str) -> None:
     model = Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if before == "a block that an error ended":
+        with contextlib.suppress(KeyError), handle.scale_loss(loss_of(model), optimizer) as scaled:
+            scaled.backward()
+            raise KeyError
+    elif before == "a pass that came too late":
+        with pytest.warns(UserWarning, match="no parameter"), handle.scale_loss(loss_of(model), optimizer) as scaled:
+            pass
+        with pytest.raises(UsageError, match="had ended"):
+            scaled.backward()
+    optimizer.zero_grad()
     with (
         pytest.raises(UsageError, match=r"loss.backward\(\) was called inside the scale_loss block of SGD.* Call "),
         handle.scale_loss(loss := loss_of(model), optimizer),

@@ -41,29 +41,40 @@ class ModulePatches:
     def __init__(self, shims: dict[str, Shim]) -> None:
         self._shims = shims
         self._patches = PatchSet()
+        # Never restored: the import of a module may be under way, as by another thread, when patches are put in place.
+        self._imports = PatchSet()
+        self._awaited: set[str] = set()
         self._enabled = False
+
+    def wait(self) -> None:
+        """Wait for the imports of modules: each is patched at its end, if the patches are in place then."""
+        for name in self._shims.keys() - self._awaited - sys.modules.keys():
+            self._awaited.add(name)
+            self._imports.when_imported(name, functools.partial(self._imported, name))
 
     def enable(self) -> None:
         """Put the patches in place. A second call does nothing."""
         if self._enabled:
             return
         self._enabled = True
-        for name, shim in self._shims.items():
-            apply = functools.partial(self._apply, shim)
-            module = sys.modules.get(name)
-            if module is None:
-                self._patches.when_imported(name, apply)
-            else:
-                apply(module)
+        self.wait()
+        for name in self._shims:
+            if name not in self._awaited:
+                self._apply(name, sys.modules[name])
 
     def disable(self) -> None:
         """Take the patches back."""
         self._enabled = False
         self._patches.restore()
 
-    def _apply(self, shim: Shim, module: types.ModuleType) -> None:
+    def _imported(self, name: str, module: types.ModuleType) -> None:
+        self._awaited.discard(name)
+        if self._enabled:
+            self._apply(name, module)
+
+    def _apply(self, name: str, module: types.ModuleType) -> None:
         with self._patches.all_or_nothing():
-            shim(self._patches, module)
+            self._shims[name](self._patches, module)
 
 
 def replace(patches: PatchSet, owner: Any, name: str, around: Callable[[Any], Any]) -> None:

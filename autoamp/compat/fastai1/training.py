@@ -36,6 +36,7 @@ _PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
 
 def watch() -> None:
     """Let fastai's training loop follow the active handle, once fastai is imported. ``import autoamp`` calls this."""
+    _training.wait()
     if current_handle() is not None:
         _training.enable()
 

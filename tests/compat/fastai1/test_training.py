@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.compat import fastai1
+from autoamp.patching import original_of
 from autoamp.runtime import runtime_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -484,6 +485,14 @@ def test_another_thread_is_not_taken_for_the_one_that_trains(package: Path) -> N
 
     Training().batch(cb_handler=load("callback").CallbackHandler(change=change))
     assert "backward" not in vars(losses[0])
+
+
+def test_a_handle_that_comes_while_fastai_is_imported_patches_it_at_the_end(package: Path) -> None:
+    file = package / "fastai" / "basic_train.py"
+    start = "import autoamp, torch\nautoamp.init(dtype=torch.float16, device_type='cpu')\n"
+    file.write_text(start + file.read_text())
+    active().deactivate()
+    assert original_of(load().loss_batch) is not load().loss_batch
 
 
 def test_another_fastai_is_left_alone(package: Path, caplog: pytest.LogCaptureFixture) -> None:
