@@ -23,7 +23,7 @@ _LIMITS_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 
 
 def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False) -> bool:
-    """Return whether a device computes in a half dtype without converting to fp32.
+    """Whether a device computes in a half dtype without converting to fp32.
 
     The environment variable `AUTOAMP_HALF_UNITS` overrides this; it lists the dtypes with units, such as ``bf16,fp16``.
 
@@ -99,7 +99,7 @@ def missing_units(dtype: torch.dtype, device_type: str) -> str:
 
 
 def falls_back_to_fp32(dtype: torch.dtype | None, device_type: str) -> bool:
-    """Return whether a call gets fp32: it names no half dtype, and the device has no units for its default one.
+    """Whether a call gets fp32: it names no half dtype, and the device has no units for its default one.
 
     The fallback is logged. A half dtype that the call names is used, with a warning if it is slow.
     """

@@ -78,7 +78,7 @@ def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
 
 
 def _is_no_op(rule: CastRule) -> bool:
-    """Return whether a rule is for a name of torch that is no op. Such rules let `--check` find new names."""
+    """Whether a rule is for a name of torch that is no op. Such rules let `--check` find new names."""
     return rule.origin.shipped and rule.reason.startswith(_NO_OPS)
 
 

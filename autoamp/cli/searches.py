@@ -94,7 +94,7 @@ def bisect(chosen: argparse.Namespace) -> int:
 
 
 def _is_wrong(search: Bisection) -> bool:
-    """Return whether the metric in half precision differs from fp32."""
+    """Whether the metric in half precision differs from fp32."""
     return search.half is not None and not search.is_restored(search.half)
 
 

@@ -91,7 +91,7 @@ def shown_line(file: str, line: int | None) -> str:
 
 @functools.cache
 def _kind(file: str) -> str:
-    """Return whether a file is the program's, scales losses and steps for autoamp, or is on the way there."""
+    """Whether a file is the program's, scales losses and steps for autoamp, or is on the way there."""
     if file.startswith(_SCALING):
         return "scaling"
     is_library = file.startswith((*_LIBRARIES, "<frozen")) or file in (contextlib.__file__, functools.__file__)

@@ -11,7 +11,7 @@ from autoamp.errors import CheckpointError, kind_of
 
 
 def flag(state_dict: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""
+    """Whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""
     value = state_dict.get(key, False)
     try:
         return bool(value)

@@ -85,7 +85,7 @@ class Bisection(ProgramSearch):
         return max(self.tolerance * abs(self.fp32[0]), *(abs(value - self.fp32[0]) for value in self.fp32))
 
     def is_restored(self, outcome: Outcome) -> bool:
-        """Return whether a run did not fail and has the metric of fp32."""
+        """Whether a run did not fail and has the metric of fp32."""
         if outcome.failed is not None or outcome.metric is None:
             return False
         return abs(outcome.metric - self.fp32[0]) <= self.allowed

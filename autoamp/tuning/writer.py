@@ -82,7 +82,7 @@ def _figures(trial: Trial, metric: str) -> str:
 
 
 def _verdict(search: Search) -> str:
-    """Return whether half precision pays on this device, as far as runs tell."""
+    """Whether half precision pays on this device, as far as runs tell."""
     fp32, best = search.fp32, search.best
     if fp32 is not None and search.listed is not None and best is None:
         return "no list that was tried keeps the metric within tolerance"
