@@ -119,14 +119,12 @@ def _fused_adam_(
     decoupled: bool, bias_correction: bool, eps_inside_sqrt: bool = False, **numbers: float,
 ) -> bool:  # fmt: skip
     """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen."""
-    name = torch_private.FUSED_ADAMW if decoupled else torch_private.FUSED_ADAM
     computes_the_same = bias_correction and not eps_inside_sqrt
-    if name is None or not computes_the_same or not _fused_kernel_takes(values, grads, firsts, seconds):
+    if not computes_the_same or not _fused_kernel_takes(values, grads, firsts, seconds):
         return False
     count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
-    getattr(torch, name)(
-        values, grads, firsts, seconds, [], [count] * len(values), amsgrad=False, maximize=False, **numbers
-    )
+    fused = torch_private.fused_adamw_ if decoupled else torch_private.fused_adam_
+    fused(values, grads, firsts, seconds, [], [count] * len(values), amsgrad=False, maximize=False, **numbers)
     return True
 
 
@@ -163,10 +161,9 @@ def _fused_sgd_(
     """Step by torch's fused SGD, as `_fused_adam_` does by Adam."""
     after = decay_after_momentum and numbers["weight_decay"]
     lists = (values, grads) if velocities is None else (values, grads, velocities)
-    if torch_private.FUSED_SGD is None or first or after or not _fused_kernel_takes(*lists):
+    if first or after or not _fused_kernel_takes(*lists):
         return False
-    fused = getattr(torch, torch_private.FUSED_SGD)
-    fused(values, grads, velocities or [], maximize=False, is_first_step=False, **numbers)
+    torch_private.fused_sgd_(values, grads, velocities or [], maximize=False, is_first_step=False, **numbers)
     return True
 
 

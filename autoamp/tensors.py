@@ -157,6 +157,18 @@ def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
     return rebuilt
 
 
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy tensors of one dtype into one tensor of one dimension."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return views of such a tensor, in the shapes of the tensors that are given."""
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = flat[: sum(sizes)].split(sizes)
+    return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
+
+
 def compacted(tensor: Tensor) -> Tensor:
     """Return a tensor without the rest of a larger one that it is a part of."""
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:

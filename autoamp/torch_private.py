@@ -1,8 +1,9 @@
 """Every private name of torch that autoamp uses: looked up here, once, each with a way to do without it.
 
 A release of torch may rename or drop what begins with an underscore. No other file of the package uses such a name, so
-this file shows what may break, and `MISSING` what the installed torch lacks. Exceptions are the multi-tensor functions
-``torch._foreach_*``, of which torch's own optimizers are made, and ``Tensor._version``.
+this file shows what may break, and `MISSING` what the installed torch lacks. Torch keeps what saved models and other
+packages depend on, so that has no other way: the operators of ATen, and the base classes of norms. Other files use two
+such names: the multi-tensor functions ``torch._foreach_*``, and ``Tensor._version``.
 
 Torch's functions are exported as the objects that they are, since compilers know them by identity.
 """
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
@@ -374,62 +375,25 @@ def is_intercepted() -> bool:
     )
 
 
-# -- gradients --
+# -- operators of ATen --
 
 
-def _unscale_and_check(values: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    for value in values:
-        found_inf.copy_(torch.maximum(found_inf, (~value.isfinite()).any().to(found_inf)))
-        value.mul_(inv_scale.to(value.device))
-
-
-unscale_and_check_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = _find(
-    "torch._amp_foreach_non_finite_check_and_unscale_", _unscale_and_check
-)
+unscale_and_check_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiplies tensors of one device by ``inv_scale`` in place; 1.0 in ``found_inf`` tells of inf and nan among them."""
 
-
-def _update_scale(
-    scale: Tensor, tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
-) -> None:
-    bad, grows = found_inf.view(()) != 0.0, tracker + 1 == interval
-    factor = torch.where(bad, backoff, torch.where(grows, growth, torch.ones_like(scale, dtype=torch.float64)))
-    scale.copy_(scale.double() * factor)
-    tracker.copy_(torch.where(bad | grows, 0, tracker + 1))
-
-
-update_scale_: Callable[[Tensor, Tensor, Tensor, float, float, int], None] = _find(
-    "torch._amp_update_scale_", _update_scale
-)
+update_scale_: Callable[[Tensor, Tensor, Tensor, float, float, int], object] = torch._amp_update_scale_
 """Updates a dynamic loss scale, and its count of steps without overflow, after a step: in place, on their device."""
 
-
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
-
-
-flatten: Callable[[Sequence[Tensor]], Tensor] = _find("torch._utils._flatten_dense_tensors", _flatten)
-"""Copies tensors of one dtype into one tensor of one dimension."""
-
-unflatten: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _find(
-    "torch._utils._unflatten_dense_tensors", _unflatten
-)
-"""Returns views of such a tensor, in the shapes of the tensors that are given."""
-
-
-def _normed_weight(v: Tensor, g: Tensor, dim: int) -> Tensor:
-    others = None if dim == -1 else [axis for axis in range(v.dim()) if axis != dim]
-    norms: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=dim != -1)
-    return v * (g / norms)
-
-
-normed_weight: Callable[[Tensor, Tensor, int], Tensor] = _find("torch._weight_norm", _normed_weight)
+normed_weight: Callable[[Tensor, Tensor, int], Tensor] = torch._weight_norm
 """``v`` scaled to the norms ``g``, which are over all dimensions but ``dim``; with -1 over all."""
+
+fused_adam_: Callable[..., None] = torch._fused_adam_
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
+fused_sgd_: Callable[..., None] = torch._fused_sgd_
+"""These three step by one kernel, as torch's own fused optimizers do."""
+
+flatten_recurrent_weights: Callable[..., Tensor] = torch._cudnn_rnn_flatten_weight
+"""Moves the weights of a recurrent layer into a flat tensor, in cuDNN's layout, and returns that tensor."""
 
 
 # -- backward passes --
@@ -484,27 +448,8 @@ def _recomputation() -> str | None:
     return name if _find(f"torch.utils.checkpoint.{name}", None) is not None else None
 
 
-def _name_in_torch(name: str) -> str | None:
-    return name if _find(f"torch.{name}", None) is not None else None
-
-
-FUSED_ADAM: str | None = _name_in_torch("_fused_adam_")
-"""The name in `torch` of the operator that ends a fused step of Adam. Without it all of torch's step is run."""
-
-FUSED_ADAMW: str | None = _name_in_torch("_fused_adamw_")
-"""The same of AdamW."""
-
-FUSED_SGD: str | None = _name_in_torch("_fused_sgd_")
-"""The same of SGD."""
-
 RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""
-
-flatten_recurrent_weights: Callable[..., Tensor] | None = _find("torch._cudnn_rnn_flatten_weight", None)
-"""Moves the weights of a recurrent layer into a flat tensor, in cuDNN's layout, and returns that tensor."""
-
-CHECK_INPUT: str | None = "check_input" if _find("torch.nn.RNNBase.check_input", None) is not None else None
-"""The name of the method that raises where the input of a recurrent layer has another dtype than its weights."""
 
 RECOMPUTATION: str | None = _recomputation()
 """The name in `torch.utils.checkpoint` of what takes the function that a checkpoint calls a second time. Without it the
@@ -539,19 +484,11 @@ two_in_one: Any = _find("torch._jit_internal.boolean_dispatched", {})
 
 # -- classes --
 
-MODULES_OF_BATCH_NORM: Any = _find(
-    "torch.nn.modules.batchnorm._BatchNorm", (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-)
-"""Batch norms, for ``isinstance``."""
+MODULES_OF_BATCH_NORM: Any = torch.nn.modules.batchnorm._BatchNorm
+"""The base class of batch norms."""
 
-MODULES_OF_NORMS: Any = _find(
-    "torch.nn.modules.batchnorm._NormBase",
-    (
-        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    ),
-)
-"""Norms that may have running statistics, for ``isinstance``."""
+MODULES_OF_NORMS: Any = torch.nn.modules.batchnorm._NormBase
+"""The base class of norms that may have running statistics."""
 
 
 # -- oneDNN's own layouts --

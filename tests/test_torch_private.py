@@ -54,10 +54,8 @@ def take_away(path):
 
     def put_back():
         setattr(owner, name, value)
-        # Where these are gone torch's recurrent layers do without them too.
-        if name == "check_input":
-            owner.check_input = lambda self, input, batch_sizes: None
-        elif name == "_VF":
+        # Where this is gone torch's recurrent layers do without it too.
+        if name == "_VF":
             torch.nn.modules.rnn._VF = torch
 
     return put_back
@@ -118,7 +116,7 @@ def train(context):
 
 def smoke():
     import autoamp
-    from autoamp import fp16_utils, optimizers, parallel, torch_private
+    from autoamp import torch_private
 
     linear = torch.nn.functional.linear
 
@@ -168,38 +166,6 @@ def smoke():
         assert ("lacks it. handle.count() works" in refused) is (torch_private.DispatchMode is None)
         found[f"after {start.__name__}"] = [float(linear is not torch.nn.functional.linear)]
     handle.deactivate()
-    for kind, options in (
-        (optimizers.FusedAdam, {"adam_w_mode": True}), (optimizers.FusedAdam, {"adam_w_mode": False}),
-        (optimizers.FusedSGD, {"momentum": 0.9}),
-    ):
-        weights = torch.nn.Parameter(torch.arange(1.0, 9.0))
-        optimizer = kind([weights], lr=0.1, weight_decay=0.1, **options)
-        for _ in range(2):
-            optimizer.zero_grad()
-            weights.square().sum().backward()
-            optimizer.step()
-        found[f"{kind.__name__} {options}"] = weights.tolist()
-    model = fp16_utils.network_to_half(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
-    found["norms"] = [float(parameter.dtype is torch.float16) for parameter in model.parameters()]
-    flat = fp16_utils.prep_param_lists(torch.nn.Linear(2, 2).half(), flat_master=True)[1]
-    synced = parallel.convert_syncbn_model(torch.nn.BatchNorm1d(3))
-    found["flat"] = [float(flat[0].numel()), synced(torch.ones(2, 3)).sum().item()]
-    found["moves"] = []
-    for growth, backoff in ((2.0, 0.5), (1.7, 0.3)):
-        scale, tracker = torch.tensor(1000.0), torch.tensor(0, dtype=torch.int32)
-        for found_inf in (0.0, 1.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0):
-            torch_private.update_scale_(scale, tracker, torch.tensor(found_inf), growth, backoff, 2)
-            found["moves"] += [scale.item(), tracker.item()]
-    for bad in (1.0, float("inf"), float("nan")):
-        values, any_bad = [torch.tensor([2.0, bad]), torch.tensor([4.0]).half()], torch.zeros(1)
-        torch_private.unscale_and_check_(values, any_bad, torch.tensor(0.5))
-        found[f"unscaled {bad}"] = [any_bad.item(), values[0][0].item(), values[1].item()]
-    v = torch.arange(24.0).view(3, 4, 2) - 7
-    for dim, g in ((-1, torch.tensor(0.5)), (0, torch.ones(3, 1, 1)), (1, torch.full((1, 4, 1), 2.0))):
-        found[f"normed {dim}"] = torch_private.normed_weight(v, g, dim).flatten().tolist()
-    tensors = [torch.arange(6.0).view(2, 3), torch.tensor(7.0)]
-    parts = torch_private.unflatten(torch_private.flatten(tensors), tensors)
-    found["parts"] = [x for part in parts for x in [*part.flatten().tolist(), *map(float, part.shape)]]
     found["restored"] = [float(torch.nn.functional.linear is linear)]
     return found
 

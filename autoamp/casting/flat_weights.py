@@ -27,7 +27,6 @@ def lay_out(weights: Sequence[Tensor], kind: str, count: int, bidirectional: boo
         bidirectional: Whether each goes in both directions.
         batch_first: Whether the batch is the first dimension of the input.
     """
-    assert flatten_recurrent_weights is not None
     # Of a layer in one direction: two or three with a projection, and two biases.
     each = len(weights) // (count * (2 if bidirectional else 1))
     gates = {"GRU": 3, "LSTM": 4}.get(kind, 1)
@@ -71,6 +70,5 @@ def flatten_weights(module: RNNBase) -> None:
         and len({weight.device for weight in weights}) == 1
         # A weight that stands in two places cannot lie in both.
         and len({weight.data_ptr() for weight in weights}) == len(weights)
-        and flatten_recurrent_weights is not None
     ):
         lay_out(weights, module.mode, module.num_layers, bool(module.bidirectional), module.batch_first)

@@ -11,8 +11,8 @@ from torch.nn import Module, Parameter
 
 from autoamp.casting import flatten_weights
 from autoamp.errors import UsageError
-from autoamp.tensors import map_tensors
-from autoamp.torch_private import MODULES_OF_BATCH_NORM, flatten, unflatten
+from autoamp.tensors import flatten, map_tensors, unflatten
+from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 
 class tofp16(Module):  # noqa: N801

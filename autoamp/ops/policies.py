@@ -26,7 +26,7 @@ from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation
 from autoamp.patching import imitate, mark, traceable_method
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import flatten_recurrent_weights, start_no_graph, trace_as
+from autoamp.torch_private import start_no_graph, trace_as
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
@@ -197,7 +197,7 @@ def _special_case(
             return _precache_weights(casts)
         if original is torch.nn.functional.scaled_dot_product_attention:
             return build_attention(original, casts)
-        if original in RECURRENT_LAYERS and on_cuda and flatten_recurrent_weights is not None:
+        if original in RECURRENT_LAYERS and on_cuda:
             return build_recurrent(original, casts)
         if original is torch.einsum:
             return _einsum_promoter(original, casts)

@@ -42,8 +42,7 @@ _WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS,
 def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the owner and the name of each, and what builds its replacement."""
     yield torch.backends.mha, "get_fastpath_enabled", partial(_build_fast_path_check, casts=casts)
-    if torch_private.CHECK_INPUT is not None:
-        yield torch.nn.RNNBase, torch_private.CHECK_INPUT, partial(build_check_input, casts=casts)
+    yield torch.nn.RNNBase, "check_input", partial(build_check_input, casts=casts)
     for kind in torch_private.SCRIPTED:
         yield kind, "__call__", partial(build_script_call, casts=casts)
     if casts.in_modules:

@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.stepping import equalized
-from autoamp.torch_private import current_graph_task, flatten, unflatten
+from autoamp.tensors import flatten, unflatten
+from autoamp.torch_private import current_graph_task
 
 # Kinds of gradients: none, one in the parameter's dtype, one in fp32 beside a half parameter, a sparse one. The ranks
 # agree on the largest number that one of them has.

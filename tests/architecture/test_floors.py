@@ -40,8 +40,8 @@ FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in 
 # What is imported by one package alone, so that there is one place to look when it changes.
 SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "kernels"}
 
-# Private names of torch's that some classes here have as well.
-OF_TORCH = (torch.Tensor, torch.nn.LSTM(1, 1), torch.autocast("cpu"))
+# Private names of torch's that some files here have as well.
+OF_TORCH = (torch, torch.nn.modules.batchnorm, torch.Tensor, torch.nn.LSTM(1, 1), torch.autocast("cpu"))
 
 # Where runtime, stepping and diagnostics meet: by these names the objects are the package's own, whose types are known.
 TYPED_PACKAGES = ("auto_scaling", "diagnostics", "levels", "runtime", "stepping")
