@@ -2,8 +2,8 @@
 
 A release of torch may rename or drop what begins with an underscore. No other file of the package uses such a name, so
 this file shows what may break, and `MISSING` what the installed torch lacks. Torch keeps what saved models and other
-packages depend on, so that has no other way: the operators of ATen, and the base classes of norms. Other files use two
-such names: the multi-tensor functions ``torch._foreach_*``, and ``Tensor._version``.
+packages depend on, so that has no other way: operators of ATen, their class, and the base classes of modes and norms.
+Other files use two such names: the multi-tensor functions ``torch._foreach_*``, and ``Tensor._version``.
 
 Torch's functions are exported as the objects that they are, since compilers know them by identity.
 """
@@ -136,19 +136,19 @@ def dispatch_modes() -> int:
     return count
 
 
-DispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", None)
-"""The base class of what intercepts operators; None where it is missing, and then nobody looks at operators."""
+DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
+"""The base class of what intercepts operators."""
 
-FakeTensorMode: Any = _find("torch._subclasses.FakeTensorMode", None)
-"""Within it tensors have no memory, and may be of any device type; None where it is missing."""
+FakeTensorMode: Any = torch._subclasses.FakeTensorMode
+"""Within it tensors have no memory, and may be of any device type."""
 
 autocast_registrations: Callable[[str], list[str]] = _find(
     "torch._C._dispatch_get_registrations_for_dispatch_key", lambda _: []
 )
 """The qualified names of the operators that a dispatch key, such as ``"AutocastCPU"``, has kernels for."""
 
-OpOverload: Any = _find("torch._ops.OpOverload", None)
-"""The class of the operators that a `DispatchMode` intercepts; None where it is missing, and then nothing is taped."""
+OpOverload: Any = torch._ops.OpOverload
+"""The class of the operators that a `DispatchMode` intercepts."""
 
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """Returns the schema of an `OpOverload`: its arguments and results, and which of them it writes to."""
@@ -208,32 +208,27 @@ start_no_graph: Callable[[Any], None] = _start_no_graph()
 Where a name is missing it does nothing."""
 
 
-def _operator_mode() -> Any:
-    if DispatchMode is None:
-        return None
+class OperatorMode(DispatchMode):  # type: ignore[misc]
+    """A mode that leaves torch.compile alone; a subclass has ``__torch_dispatch__``."""
 
-    class OperatorMode(DispatchMode):  # type: ignore[misc]
-        supports_higher_order_operators = True
+    supports_higher_order_operators = True
 
-        def __init_subclass__(cls) -> None:
-            super().__init_subclass__()
-            start_no_graph(cls.__torch_dispatch__)
+    def __init_subclass__(cls) -> None:
+        """Keep torch.compile from graphs that begin within the mode."""
+        super().__init_subclass__()
+        start_no_graph(cls.__torch_dispatch__)
 
-        @classmethod
-        def ignore_compile_internals(cls) -> bool:
-            # torch.compile compiles as it does without a mode.
-            return True
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether torch.compile compiles as it does without a mode."""
+        return True
 
-        @classmethod
-        def _should_skip_dynamo(cls) -> bool:
-            # torch would import Dynamo at the first operator, which takes a second. `start_no_graph` does the same.
-            return False
-
-    return OperatorMode
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import Dynamo at the first operator, which takes a second. `start_no_graph` does the same.
+        return False
 
 
-OperatorMode: Any = _operator_mode()
-"""A `DispatchMode` that leaves torch.compile alone; a subclass has ``__torch_dispatch__``. None where that is None."""
 tracing_context: Callable[[], Any] = _find("torch._guards.TracingContext.try_get", lambda: None)
 """The object that stands for one try of Dynamo to trace a function; None where it traces none.
 

@@ -156,14 +156,8 @@ def smoke():
             found["packed"] = [float(torch.func.vmap(layer)(wide).shape[0]), float(layer(wide).shape[1])]
     handle = autoamp.current_handle()
     for start in (handle.trace, handle.profile_ranges):
-        refused = ""
-        try:
-            with start():
-                handle.count()
-        except autoamp.UsageError as error:
-            refused = str(error)
-        # Without dispatch modes there is nothing to look on by.
-        assert ("lacks it. handle.count() works" in refused) is (torch_private.DispatchMode is None)
+        with start():
+            handle.count()
         found[f"after {start.__name__}"] = [float(linear is not torch.nn.functional.linear)]
     handle.deactivate()
     found["restored"] = [float(torch.nn.functional.linear is linear)]

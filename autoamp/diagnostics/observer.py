@@ -297,19 +297,10 @@ class OperatorObserver(Observer):
         self._stack.close()
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
-        """Enter the contexts of the ``with`` statement: `saw` is called after each operator of the program.
-
-        Raises:
-            UsageError: This torch has no modes that show operators.
-        """
-        if OperatorMode is None:
-            raise UsageError(
-                "expected torch.utils._python_dispatch.TorchDispatchMode, which shows operators; torch "
-                f"{torch.__version__} lacks it. handle.count() works without it"
-            )
+        """Enter the contexts of the ``with`` statement: `saw` is called after each operator of the program."""
         here, saw = self._observation.here, self.saw
 
-        class Mode(OperatorMode):  # type: ignore[misc]
+        class Mode(OperatorMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
                 if not here.paused:

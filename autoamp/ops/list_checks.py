@@ -143,7 +143,7 @@ def autocast_policies(device_type: str) -> dict[str, CastPolicy]:
     Where overloads of an op differ the widest counts. Empty for a device type without autocast.
     """
     found: dict[str, CastPolicy] = {}
-    if FakeTensorMode is None or DispatchMode is None or device_type not in _KEYS:
+    if device_type not in _KEYS:
         return found
     was = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     torch.set_autocast_enabled(device_type, True)
@@ -205,7 +205,7 @@ def _casts(op: Any, device_type: str, *dtypes: torch.dtype) -> tuple[torch.dtype
     first: list[torch.dtype] = []
     seen: set[torch.dtype] = set()
 
-    class Watch(DispatchMode):  # type: ignore[misc]  # its base may be None, and then nobody comes here
+    class Watch(DispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             if func.namespace == "prim":

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoamp.errors import UsageError
 from autoamp.tape.contents import Op, Place, Seed, Tape, iter_refs, writes_of, written
 from autoamp.tape.memories import Full, Memories, NotOnTape, NoValues
 from autoamp.tensors import PLAIN_TYPES, iter_tensors
@@ -88,7 +87,7 @@ def _draws(func: Any, args: Any) -> bool:
     return True
 
 
-class _Recorder(OperatorMode or object):  # type: ignore[misc]
+class _Recorder(OperatorMode):
     """The mode that records.
 
     Args:
@@ -287,8 +286,6 @@ class Recording(Unnoticed, _Recorder):
     def __init__(self, where: Callable[[], Place], *modes: Any, limit: float = MAX_BYTES, undoes: bool = False) -> None:
         super().__init__(Tape(), where, None, limit, undoes)
         self._modes: tuple[Any, ...] = (self, *modes)
-        if OperatorMode is None or OpOverload is None:
-            self._modes, self.tape.incomplete = (), f"torch {torch.__version__} does not show operators"
 
     def resume(self) -> None:
         """Record from now on, if this is the thread of the recording."""
@@ -323,15 +320,7 @@ def record(where: Callable[[], Place] = Place, *, look: Look | None = None, limi
 
     Yields:
         The tape. Read `Tape.incomplete` after the ``with`` statement.
-
-    Raises:
-        UsageError: This torch does not show operators.
     """
-    if OperatorMode is None or OpOverload is None:
-        raise UsageError(
-            "expected torch.utils._python_dispatch.TorchDispatchMode and torch._ops.OpOverload, which show operators; "
-            f"torch {torch.__version__} lacks them"
-        )
     tape, graphs = Tape(), compiled_graphs()
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         tape.incomplete = "a CUDA graph is being captured"

@@ -21,7 +21,7 @@ from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.program import listen
 from autoamp.stepping import GuardedOptimizers
-from autoamp.torch_private import DispatchMode, dispatch_modes
+from autoamp.torch_private import dispatch_modes
 
 # A sample ends after so many calls of listed functions: a program that only evaluates makes no step.
 _MOST_CALLS = 5_000
@@ -66,7 +66,7 @@ class Samples(Observer):
             return
         self._observation.on_model = None
         # The program's own mode may end before the step, and the mode that began last ends first.
-        if DispatchMode is None or dispatch_modes():
+        if dispatch_modes():
             return
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.trace)
