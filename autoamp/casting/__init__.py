@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from autoamp.casting.cache import CastCache, cast_for_any_mode, is_cacheable
-from autoamp.casting.casts import CastArgs, CastState, cast_call, dtype_with_sparse
-from autoamp.casting.flat_weights import RECURRENT_LAYERS, flat_layout, flatten_weights
-from autoamp.casting.threads import ThreadState, Token, TracedMode
-
-__all__ = [
-    "RECURRENT_LAYERS",
-    "CastArgs",
-    "CastCache",
-    "CastState",
-    "ThreadState",
-    "Token",
-    "TracedMode",
-    "cast_call",
-    "cast_for_any_mode",
-    "dtype_with_sparse",
-    "flat_layout",
-    "flatten_weights",
-    "is_cacheable",
-]
+from autoamp.casting.cache import CastCache as CastCache
+from autoamp.casting.cache import cast_for_any_mode as cast_for_any_mode
+from autoamp.casting.cache import is_cacheable as is_cacheable
+from autoamp.casting.casts import CastArgs as CastArgs
+from autoamp.casting.casts import CastState as CastState
+from autoamp.casting.casts import cast_call as cast_call
+from autoamp.casting.casts import dtype_with_sparse as dtype_with_sparse
+from autoamp.casting.flat_weights import RECURRENT_LAYERS as RECURRENT_LAYERS
+from autoamp.casting.flat_weights import flat_layout as flat_layout
+from autoamp.casting.flat_weights import flatten_weights as flatten_weights
+from autoamp.casting.threads import ThreadState as ThreadState
+from autoamp.casting.threads import Token as Token
+from autoamp.casting.threads import TracedMode as TracedMode

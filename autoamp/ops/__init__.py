@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from autoamp.ops.autocast_regions import AutocastRegions
-from autoamp.ops.list_checks import AutocastDifference, autocast_differences, check_lists
-from autoamp.ops.policies import build_for_half_models, build_replacement
-from autoamp.ops.targets import Target, expand, known_ops, locate, owns_its_names, target_at
-from autoamp.ops.unlisted import unlisted_functions
-
-__all__ = [
-    "AutocastDifference",
-    "AutocastRegions",
-    "Target",
-    "autocast_differences",
-    "build_for_half_models",
-    "build_replacement",
-    "check_lists",
-    "expand",
-    "known_ops",
-    "locate",
-    "owns_its_names",
-    "target_at",
-    "unlisted_functions",
-]
+from autoamp.ops.autocast_regions import AutocastRegions as AutocastRegions
+from autoamp.ops.list_checks import AutocastDifference as AutocastDifference
+from autoamp.ops.list_checks import autocast_differences as autocast_differences
+from autoamp.ops.list_checks import check_lists as check_lists
+from autoamp.ops.policies import build_for_half_models as build_for_half_models
+from autoamp.ops.policies import build_replacement as build_replacement
+from autoamp.ops.targets import Target as Target
+from autoamp.ops.targets import expand as expand
+from autoamp.ops.targets import known_ops as known_ops
+from autoamp.ops.targets import locate as locate
+from autoamp.ops.targets import owns_its_names as owns_its_names
+from autoamp.ops.targets import target_at as target_at
+from autoamp.ops.unlisted import unlisted_functions as unlisted_functions

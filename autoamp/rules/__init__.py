@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from autoamp.rules.loader import (
-    ENVIRONMENT_VARIABLE,
-    check_bare_names,
-    load_table,
-    located,
-    package_tables,
-    shipped_sets,
-    shipped_table,
-)
-from autoamp.rules.parser import fail
-from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, RuleSource, admits_version
-
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "CastPolicy",
-    "CastRule",
-    "CastTable",
-    "ModulePrecision",
-    "ModuleRule",
-    "RuleSource",
-    "admits_version",
-    "check_bare_names",
-    "fail",
-    "load_table",
-    "located",
-    "package_tables",
-    "shipped_sets",
-    "shipped_table",
-]
+from autoamp.rules.loader import ENVIRONMENT_VARIABLE as ENVIRONMENT_VARIABLE
+from autoamp.rules.loader import check_bare_names as check_bare_names
+from autoamp.rules.loader import load_table as load_table
+from autoamp.rules.loader import located as located
+from autoamp.rules.loader import package_tables as package_tables
+from autoamp.rules.loader import shipped_sets as shipped_sets
+from autoamp.rules.loader import shipped_table as shipped_table
+from autoamp.rules.parser import fail as fail
+from autoamp.rules.table import CastPolicy as CastPolicy
+from autoamp.rules.table import CastRule as CastRule
+from autoamp.rules.table import CastTable as CastTable
+from autoamp.rules.table import ModulePrecision as ModulePrecision
+from autoamp.rules.table import ModuleRule as ModuleRule
+from autoamp.rules.table import RuleSource as RuleSource
+from autoamp.rules.table import admits_version as admits_version

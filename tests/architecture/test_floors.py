@@ -69,14 +69,19 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
 
 
 def exported(module: str) -> set[str] | None:
-    """Return what the ``__init__`` of a package exports; None where the module is a file of a package."""
-    file = ROOT.joinpath(*module.split("."), "__init__.py")
+    """Return what the ``__init__`` of a package exports, by ``__all__`` or as ``import name as name``.
+
+    None where the module is a file of a package.
+    """
+    file, names = ROOT.joinpath(*module.split("."), "__init__.py"), set()
     if not file.is_file():
         return None
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return set(ast.literal_eval(node.value))
-    return set()
+            names.update(ast.literal_eval(node.value))
+        elif isinstance(node, ast.ImportFrom):
+            names.update(alias.name for alias in node.names if alias.asname == alias.name)
+    return names
 
 
 def violations_of_imports(package: str, source: str) -> list[str]:
