@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,6 @@ from autoamp.errors import ListFileError, PatchError, kind_of
 from autoamp.patching import explain_missing, original_of, resolve, spelled_out
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names, fail
 from autoamp.torch_private import RECURRENT
-
-_Find = Callable[[str], Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,21 +80,24 @@ _NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.spe
 @functools.cache
 def known_ops() -> frozenset[str]:
     """Return every name that a bare rule may use: callables in torch's public namespaces, but no classes."""
-    names = set()
-    for namespace in _NAMESPACES:
-        for name, value in _attributes(namespace).items():
-            is_public = namespace is torch.Tensor or not name.startswith("__")
-            if is_public and callable(value) and not isinstance(value, type):
-                names.add(name)
-    return frozenset(names)
+    return frozenset(
+        name
+        for namespace in _NAMESPACES
+        for name in _functions_of(namespace)
+        if namespace is torch.Tensor or not name.startswith("__")
+    )
 
 
-def _attributes(namespace: Any) -> dict[str, Any]:
-    """Return the attributes of a module or a class by name, with inherited ones; descriptors as they are."""
-    attributes: dict[str, Any] = {}
-    for base in reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]:
-        attributes.update(vars(base))
-    return attributes
+def _functions_of(namespace: Any) -> dict[str, Any]:
+    """Return the functions of a module, or the methods of a class with inherited ones, by name: without patches."""
+    if namespace is RECURRENT:
+        # It looks names up in torch's C++ code, and has no table of them.
+        values = {name: getattr(namespace, name, None) for name in vars(torch)}
+    else:
+        bases = reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]
+        values = {name: value for base in bases for name, value in vars(base).items()}
+    originals = ((name, original_of(value)) for name, value in values.items())
+    return {name: one for name, one in originals if callable(one) and not isinstance(one, type)}
 
 
 def expand(table: CastTable) -> Expansion:
@@ -115,7 +116,7 @@ def expand(table: CastTable) -> Expansion:
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
-    spaces = [(namespace, _finder(namespace)) for namespace in (*_NAMESPACES, RECURRENT)]
+    spaces = [(namespace, _functions_of(namespace)) for namespace in (*_NAMESPACES, RECURRENT)]
     for rule in rules:
         found: tuple[Target, ...] | None = ()
         if not rule.bare:
@@ -180,15 +181,17 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
         fail(rule.origin, f"{rule.target!r} is {kind_of(original)}; name a function or a method")
     in_torch = any(parent is namespace for namespace in (*_NAMESPACES, RECURRENT))
-    return Target(parent, attribute, original, rule, _functional(_finder(parent), attribute) if in_torch else None)
+    return Target(
+        parent, attribute, original, rule, _functional(_functions_of(parent), attribute) if in_torch else None
+    )
 
 
-def _spellings(rule: CastRule, spaces: list[tuple[Any, _Find]]) -> Iterator[Target]:
+def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iterator[Target]:
     """Yield the targets of a bare name: the attribute of that name in each namespace, and its in-place form there.
 
     Args:
         rule: A rule on a bare name.
-        spaces: torch's public namespaces and `RECURRENT`, each with what finds a callable in it.
+        spaces: torch's public namespaces and `RECURRENT`, each with its functions by name.
     """
     for name in _names(rule.target):
         in_place, in_torch = name != rule.target, None
@@ -196,8 +199,8 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, _Find]]) -> Iterator[Targ
             # A product in place has the dtype of the tensor that it writes to, as under autocast: it is not cast to
             # half. Its factors are promoted to one dtype, as some of them may be half because of other rules.
             rule = replace(rule, policy=CastPolicy.PROMOTE)
-        for namespace, find in spaces:
-            original, functional = find(name), _functional(find, name)
+        for namespace, functions in spaces:
+            original, functional = functions.get(name), _functional(functions, name)
             if namespace is torch:
                 in_torch = original
             if namespace is RECURRENT and (in_torch is None or isinstance(in_torch, types.FunctionType)):
@@ -214,24 +217,11 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, _Find]]) -> Iterator[Targ
                 yield Target(module, name, original, rule)
 
 
-def _finder(namespace: Any) -> _Find:
-    """Return what finds the callable of a name in a namespace, unpatched; None for a class and for nothing."""
-    attributes = {} if namespace is RECURRENT else _attributes(namespace)
-
-    def find(name: str) -> Any:
-        # `RECURRENT` looks names up in torch's C++ code, and has no table of them.
-        found = getattr(namespace, name, None) if namespace is RECURRENT and hasattr(torch, name) else None
-        found = original_of(attributes.get(name, found))
-        return found if callable(found) and not isinstance(found, type) else None
-
-    return find
-
-
-def _functional(find: _Find, name: str) -> Any:
+def _functional(functions: dict[str, Any], name: str) -> Any:
     """Return the out-of-place function for the name of an in-place form in a namespace, None for any other name."""
     if name.startswith("__i") and name.endswith("__"):
-        return find(f"__{name[3:]}")
-    return find(name[:-1]) if name.endswith("_") and not name.endswith("__") else None
+        return functions.get(f"__{name[3:]}")
+    return functions.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None
 
 
 def _names(bare: str) -> tuple[str, str]:
