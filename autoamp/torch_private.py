@@ -346,14 +346,9 @@ mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambd
 """Whether the user lets torch call oneDNN."""
 
 
-def _dual_level() -> Callable[[], bool]:
-    if _find("torch.autograd.forward_ad._current_level", None) is None:
-        return lambda: True
-    return lambda: forward_ad._current_level >= 0
-
-
-in_dual_level: Callable[[], bool] = _dual_level()
-"""Whether forward-mode derivatives are being computed."""
+def in_dual_level() -> bool:
+    """Whether forward-mode derivatives are being computed; True where torch does not tell."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def is_intercepted() -> bool:

@@ -185,11 +185,3 @@ class ThreadState(threading.local):
                 self.reset(token)
 
         return run
-
-    def with_casts_off(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls another with casts off, whatever is asked for within."""
-        return self.with_mode(function, False, forced_off=True)
-
-    def with_traced_mode(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls another as the code casts that Dynamo traces now."""
-        return self.with_mode(function, self.traced.on, self.traced.forced_off)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from autoamp.casting import CastState, cast_call
-from autoamp.patching import imitate
 
 _LONGEST_IN_BF16 = 128
 _NAMES = ("query", "key", "value")
@@ -60,4 +59,4 @@ def build_half_attention(original: Any, casts: CastState) -> Any:
         result = NotImplemented if in_fp32 is None else in_fp32(args, kwargs)
         return original(*args, **kwargs) if result is NotImplemented else result
 
-    return imitate(attention, original)
+    return attention

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import CastState
-from autoamp.patching import imitate
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import in_function_mode, is_any_autocast_enabled, tracing_state
 
@@ -104,7 +103,7 @@ def build_script_call(original: Any, casts: CastState) -> Any:
             return original(self, *args, **kwargs)
         return run_in_autocast(casts, original, (self, *args), kwargs)
 
-    return imitate(call, original, "torch", "ScriptMethod.__call__")
+    return call
 
 
 def _is_decided(code: Any) -> bool:
@@ -115,10 +114,8 @@ def _is_decided(code: Any) -> bool:
     nodes = (node for node in graph.nodes() if node.kind() != "prim::Constant")
     if any(value.isCompleteTensor() for node in nodes for value in node.outputs()):
         return True
-    casts = (node for node in graph.findAllNodes("aten::to") if _is_half(node.inputsAt(1).toIValue()))
+    # A dtype is a number; what comes in its place may be a device.
+    given = ((node, node.inputsAt(1).toIValue()) for node in graph.findAllNodes("aten::to"))
+    casts = (node for node, dtype in given if type(dtype) is int and dtype in _HALF_NUMBERS)
     uses = (use for node in casts for use in node.output().uses())
     return any(use.offset > 0 and _PRODUCT.match(use.user.kind()) for use in uses)
-
-
-def _is_half(dtype: Any) -> bool:
-    return type(dtype) is int and dtype in _HALF_NUMBERS

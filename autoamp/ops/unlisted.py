@@ -20,7 +20,6 @@ from autoamp.casting import CastState
 from autoamp.ops.attention import build_half_attention
 from autoamp.ops.composites import build_script_call
 from autoamp.ops.recurrent import build_check_input
-from autoamp.patching import imitate
 from autoamp.tensors import iter_tensors, map_tensors
 
 _CLAMPS = ("clamp", "clamp_max", "clamp_min", "clip")
@@ -48,8 +47,7 @@ def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[A
     if casts.in_modules:
         for build, places in ((_redone, _REDONE), (_writing, _WRITING)):
             for owner, name in places:
-                names = ("torch", f"Tensor.{name}") if owner is Tensor else (owner.__name__, name)
-                yield owner, name, partial(build, casts=casts, names=names)
+                yield owner, name, partial(build, casts=casts)
     if not casts.on_by_default:
         yield torch.nn.functional, "scaled_dot_product_attention", partial(build_half_attention, casts=casts)
 
@@ -66,17 +64,11 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
         is_off = casts.on_by_default and casts.local.mode.on is False
         return original() if is_off or casts.cache.pins else False
 
-    return imitate(get_fastpath_enabled, original)
+    return get_fastpath_enabled
 
 
-def _redone(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
-    """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32.
-
-    Args:
-        original: The function.
-        casts: The casts of the handle.
-        names: The module and the name there, by which the replacement is pickled.
-    """
+def _redone(original: Any, casts: CastState) -> Any:
+    """Build the replacement of a function that gives something new: what torch refuses in half is done in fp32."""
     half = casts.dtype
 
     def redone(*args: Any, **kwargs: Any) -> Any:
@@ -90,17 +82,11 @@ def _redone(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
             new, new_kwargs = map_tensors((args, kwargs), lambda one: one.float() if one.dtype is half else one)
             return original(*new, **new_kwargs)
 
-    return imitate(redone, original, *names)
+    return redone
 
 
-def _writing(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
-    """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it.
-
-    Args:
-        original: The method.
-        casts: The casts of the handle.
-        names: As for `_redone`.
-    """
+def _writing(original: Any, casts: CastState) -> Any:
+    """Build the replacement of a method that writes to a tensor: the value takes the tensor's dtype, and fits it."""
     half, most = casts.dtype, torch.finfo(casts.dtype).max
     # An index is no value.
     first = 1 if original.__name__ == "__setitem__" else 0
@@ -122,4 +108,4 @@ def _writing(original: Any, casts: CastState, names: tuple[str, str]) -> Any:
         values = [fit(tensor, value) for value in args[first:]]
         return original(tensor, *args[:first], *values, **{name: fit(tensor, one) for name, one in kwargs.items()})
 
-    return imitate(writing, original, *names)
+    return writing

@@ -166,19 +166,17 @@ def into_out(
         return original(*args, **kwargs)
     result = original(*new, **new_inputs)
     values = list(iter_tensors(result))
-    if len(outs) != len(values) or not all(map(_can_hold, outs, values)):
+    places = list(zip(outs, values, strict=False))
+    fits = all(one.device == value.device and _kind(value.dtype) <= _kind(one.dtype) for one, value in places)
+    if len(outs) != len(values) or not fits:
         return original(*args, **kwargs)
-    for one, value in zip(outs, values, strict=True):
+    for one, value in places:
         if one.shape != value.shape:
             one.resize_(value.shape)
         one.copy_(value)
     # Of the result's own kind, as torch returns it: a named tuple where there are several.
     written = iter(outs)
     return map_tensors(result, lambda _: next(written))
-
-
-def _can_hold(out: Tensor, value: Tensor) -> bool:
-    return out.device == value.device and _kind(value.dtype) <= _kind(out.dtype)
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

@@ -323,7 +323,8 @@ def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:
     table = CastTable()
     for layer in layers:
         # Limits come first: a rule for another device type must not replace an earlier rule.
-        table = table.overlaid(layer if device_type is None else layer.on(device_type))
+        rules = (rule for rule in layer.rules if not (device_type and rule.devices) or device_type in rule.devices)
+        table = table.overlaid(replace(layer, rules=tuple(rules)))
     return table
 
 

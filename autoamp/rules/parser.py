@@ -14,21 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autoamp.errors import ListFileError
-from autoamp.rules.table import (
-    CastPolicy,
-    CastRule,
-    CastTable,
-    ModulePrecision,
-    ModuleRule,
-    RuleSource,
-    is_version_limit,
-)
+from autoamp.rules.table import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, RuleSource
 
 _TOKEN = re.compile(
     r"""(?P<text>\"{3}(?:[^\\]|\\.)*?\"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')
       |(?P<mark>[\[\]{}=,.\n])|(?P<word>[^\s\[\]{}=,."'\#]+)|(?P<comment>\#[^\n]*)""",
     re.VERBOSE | re.DOTALL,
 )
+# Limits of versions: `>=2.13`, `<2.14`, or several with commas between.
+_VERSIONS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
 
 SCHEMA = 1
 # Written down here, since lists are read without importing torch.
@@ -193,7 +187,7 @@ class ListSet:
                 fail(origin, f"{target!r} is under {both}; an op has one policy: remove one of these entries")
             self._seen[target] = rule
         for target, versions, origin in self._limits(data, "versions"):
-            if not is_version_limit(versions):
+            if not _VERSIONS.fullmatch(versions):
                 fail(origin, f"{target!r} under versions has {versions!r}; write '>=2.13', '<2.14' or '>=2.12,<2.14'")
             self._seen[target] = replace(self._seen[target], versions=versions)
         for target, devices, origin in self._limits(data, "devices"):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass, replace
-
-_LIMITS = re.compile(r"(?:>=|<)\d+\.\d+(?:,\s*(?:>=|<)\d+\.\d+)*")
+from dataclasses import dataclass
 
 
 class CastPolicy(enum.Enum):
@@ -120,19 +118,9 @@ class CastTable:
             (*(name for name in self.sources if name not in other.sources), *other.sources),
         )
 
-    def on(self, device_type: str) -> CastTable:
-        """Return this table without the rules that are limited to other device types."""
-        rules = tuple(rule for rule in self.rules if not rule.devices or device_type in rule.devices)
-        return replace(self, rules=rules)
-
     def policy_of(self, target: str) -> CastRule | None:
         """Return the rule written for exactly this target, or None. A bare name is not matched to a dotted one."""
         return next((rule for rule in reversed(self.rules) if rule.target == target), None)
-
-
-def is_version_limit(text: str) -> bool:
-    """Whether a text limits versions: `>=2.13`, `<2.14`, or several with commas between."""
-    return _LIMITS.fullmatch(text) is not None
 
 
 def admits_version(limits: str, version: str) -> bool:

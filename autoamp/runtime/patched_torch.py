@@ -77,7 +77,12 @@ class PatchedTorch:
                     self._patch_targets(targets.values(), functions)
                     for rule in expansion.deferred:
                         self._defer(rule)
-                    self._compilers.teach_dynamo(self.patches, casts.local.with_casts_off, casts.local.with_traced_mode)
+                    local = casts.local
+                    self._compilers.teach_dynamo(
+                        self.patches,
+                        lambda function: local.with_mode(function, False, forced_off=True),
+                        lambda function: local.with_mode(function, local.traced.on, local.traced.forced_off),
+                    )
             except BaseException:
                 casts.shut()
                 self._take_back()
