@@ -240,34 +240,27 @@ def _contracts(args: tuple[Any, ...]) -> bool:
     An index of one operand alone is summed before anything is multiplied, and torch sums in fp32.
 
     Args:
-        args: An equation and operands, or operands each with a list of its indices. An ellipsis is an index if it
-            stands for any dimensions.
+        args: An equation and operands. With lists of indices in place of an equation the answer is no: such a call is
+            rare, and promotes.
     """
-    if args and isinstance(args[0], str):
-        inputs, arrow, output = args[0].replace(" ", "").replace("...", ".").partition("->")
-        indices: Sequence[Any] = inputs.split(",")
-        tensors: Any = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
-        result: Any = output if arrow else None
-    else:
-        indices, tensors, result = args[1::2], args[: len(args) & ~1 : 2], args[-1] if len(args) % 2 else None
-    given = indices if result is None else (*indices, result)
-    are_tensors = len(tensors) == len(indices) and all(isinstance(one, Tensor) for one in tensors)
-    are_plain = all(
-        isinstance(one, str)
-        or (isinstance(one, (list, tuple)) and all(type(index) in (int, type(...)) for index in one))
-        for one in given
-    )
-    if not are_tensors or not are_plain:
+    if not args or not isinstance(args[0], str):
+        return False
+    inputs, arrow, output = args[0].replace(" ", "").replace("...", ".").partition("->")
+    indices, tensors = inputs.split(","), args[1:]
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = tuple(tensors[0])
+    if len(tensors) != len(indices) or not all(isinstance(one, Tensor) for one in tensors):
         return True  # torch raises an error
-    several: list[Any] = []
-    seen: list[Any] = []
+    several: list[str] = []
+    seen: list[str] = []
     for operand, tensor in zip(indices, tensors, strict=True):
         for index in dict.fromkeys(operand):
-            if index in (".", ...) and tensor.dim() < len(operand):
+            # An ellipsis is an index where it stands for any dimensions.
+            if index == "." and tensor.dim() < len(operand):
                 continue
             (several if index in seen else seen).append(index)
     # A result that is not given has all of an ellipsis, and the indices that come once.
-    kept = (".", ...) if result is None else result
+    kept = output if arrow else "."
     return any(index not in kept for index in several)
 
 

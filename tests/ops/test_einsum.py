@@ -56,27 +56,13 @@ def operands(dims: tuple[int, ...], *dtypes: torch.dtype) -> list[Tensor]:
     return [torch.randn(SHAPES[dim]).to(dtypes[n % len(dtypes)]) for n, dim in enumerate(dims)]
 
 
-def sublists(equation: str) -> tuple[list[list[Any]], list[Any] | None]:
-    """An equation as lists of indices."""
-    given, arrow, result = equation.replace(" ", "").replace("...", ".").partition("->")
-    lists = [[... if index == "." else ord(index) - ord("a") for index in part] for part in (*given.split(","), result)]
-    return lists[:-1], lists[-1] if arrow else None
-
-
-def with_sublists(equation: str, given: list[Tensor]) -> list[Any]:
-    lists, result = sublists(equation)
-    pairs = [item for pair in zip(given, lists, strict=True) for item in pair]
-    return pairs if result is None else [*pairs, result]
-
-
 @pytest.mark.parametrize("equation", CONTRACTIONS)
 def test_a_contraction_is_cast_to_half(half: torch.dtype, equation: str) -> None:
     given = operands(CONTRACTIONS[equation], FP32)
     reference = torch.einsum(equation, *(one.to(half) for one in given))
     autoamp.init(device_type="cpu", dtype=half)
     for found in (
-        torch.einsum(equation, *given), torch.einsum(equation, given), torch.functional.einsum(equation, *given),
-        torch.einsum(*with_sublists(equation, given)),
+        torch.einsum(equation, *given), torch.einsum(equation, given), torch.functional.einsum(equation, *given)
     ):  # fmt: skip
         assert found.dtype is half
         assert torch.equal(found, reference)
@@ -90,12 +76,17 @@ def test_what_contracts_nothing_promotes(half: torch.dtype, equation: str) -> No
         widest = half if all(one.dtype is half for one in given) else FP32
         reference = torch.einsum(equation, *(one.to(widest) for one in given))
         autoamp.init(device_type="cpu", dtype=half)
-        for found in (
-            torch.einsum(equation, *given), torch.einsum(equation, given), torch.einsum(*with_sublists(equation, given))
-        ):  # fmt: skip
+        for found in (torch.einsum(equation, *given), torch.einsum(equation, given)):
             assert found.dtype is widest
             assert torch.equal(found, reference)
         autoamp.current_handle().deactivate()
+
+
+def test_lists_of_indices_promote(half: torch.dtype) -> None:
+    one, two = operands((2, 2), half, FP32)
+    reference = torch.einsum(one.float(), [0, 1], two, [1, 2], [0, 2])
+    autoamp.init(device_type="cpu", dtype=half)
+    assert torch.equal(torch.einsum(one, [0, 1], two, [1, 2], [0, 2]), reference)
 
 
 @pytest.mark.parametrize(("policy", "dtype"), [("fp32", FP32), ("promote", torch.float16), ("none", torch.float16)])
