@@ -5,9 +5,6 @@ shape of the input. Its dtype is that of the input; with the mixed norms and `ma
 weights. Within `torch.autocast` it is autocast's, unless the input is in fp64. `manual_rms_norm`, `wide_layer_norm` and
 `wide_rms_norm` do not heed `torch.autocast`.
 
-With compiled kernels (`autoamp.kernels`) the backward of an RMS norm of large half input on a CPU is one of them. It
-reads the half input, of which no fp32 copy is kept then.
-
 ``normalized_shape`` is the shape of the last dimensions, over which is normalised, or an int for the last one alone;
 weights and biases have that shape. ``memory_efficient`` has no effect and exists because Apex has it.
 """
@@ -20,12 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from autoamp import kernels
 from autoamp.errors import UsageError
-from autoamp.tensors import HALF_DTYPES
-from autoamp.torch_private import is_transformed, tracing_state
 
 __all__ = [
     "FusedLayerNorm",
@@ -299,13 +292,6 @@ def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float
         eps: Added to the mean square; None is torch's default.
         dtype: That of the result.
     """
-    kernel = _backward_kernel(input, weight)
-    if kernel is not None:
-        return _RMSNorm.apply(input, _dimensions(shape), weight, eps, dtype, kernel)  # type: ignore[no-any-return, no-untyped-call]
-    return _rms(input, shape, weight, eps, dtype)
-
-
-def _rms(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
     input = _wide(input)
     return F.rms_norm(input, _dimensions(shape), _as(weight, input), eps).to(dtype)
 
@@ -340,71 +326,3 @@ def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:
 
 def _dimensions(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
-
-
-# Elements from which the kernel gains more than the longer call takes, as measured; kernels/README.md has the figures.
-_LEAST = 2**17
-
-
-def _backward_kernel(input: Tensor, weight: Tensor | None) -> Any:
-    """Return the kernel where the backward of an RMS norm is to be it, else None."""
-    # First, so that torch.compile does not look at the rest.
-    if torch.compiler.is_compiling() or input.numel() < _LEAST or not torch.is_grad_enabled():
-        return None
-    given = [input] if weight is None else [input, weight]
-    is_wanted = any(tensor.requires_grad for tensor in given)
-    if not is_wanted or input.dtype not in HALF_DTYPES or not all(map(_is_plain, given)):
-        return None
-    return None if tracing_state() is not None else kernels.find("rms_norm_backward", "cpu")
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether nothing but the kernel's own kind of backward is asked of a tensor."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.dtype in (torch.float32, *HALF_DTYPES)
-        and tensor.device.type == "cpu"
-        and not is_transformed(tensor)
-        and forward_ad.unpack_dual(tensor).tangent is None
-    )
-
-
-class _RMSNorm(torch.autograd.Function):
-    """An RMS norm of half input whose backward is a kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, shape: list[int], weight: Tensor | None, eps: float | None, dtype: torch.dtype,
-        kernel: Any,
-    ) -> Tensor:  # fmt: skip
-        given = input.contiguous()
-        if tuple(shape) != tuple(input.shape[input.dim() - len(shape) :]) or not shape:
-            # Torch's function says what is wrong.
-            F.rms_norm(given, shape)
-        wide = given.float()
-        dims = list(range(-len(shape), 0))
-        rstd = torch.rsqrt(
-            wide.square().mean(dims, keepdim=True) + (torch.finfo(torch.float32).eps if eps is None else eps)
-        )
-        output = wide * rstd
-        ctx.save_for_backward(given, weight, rstd)
-        ctx.rest = shape, eps, dtype, kernel
-        return (output if weight is None else output.mul_(weight)).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        input, weight, rstd = ctx.saved_tensors
-        shape, eps, dtype, kernel = ctx.rest
-        of_input, _, of_weight, *_ = ctx.needs_input_grad
-        if torch.is_grad_enabled():
-            # Gradients that can be differentiated again: those of the same norm by torch's functions.
-            again = _rms(input, shape, weight, eps, dtype)
-            given = [tensor for tensor, is_wanted in ((input, of_input), (weight, of_weight)) if is_wanted]
-            found = iter(torch.autograd.grad(again, given, grads[0], create_graph=True))
-            return next(found) if of_input else None, None, next(found) if of_weight else None, None, None, None
-        made = kernel(
-            grads[0].contiguous(), input, rstd, None if weight is None else weight.reshape(-1).float(),
-            wanted=(of_input, of_weight),
-        )  # fmt: skip
-        grad = made[1].view(weight.shape).to(weight.dtype) if of_weight else None
-        return made[0], None, grad, None, None, None

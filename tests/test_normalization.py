@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 import autoamp
-from autoamp import kernels
 from autoamp import normalization as norms
 from autoamp.errors import UsageError
-from tests.kernels.without import WithoutKernels
 
 SHAPE = (3, 5)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -109,98 +107,6 @@ def test_autocast_of_another_device_type_says_nothing(half: torch.dtype) -> None
         assert norm(torch.randn(2, 5, device="meta")).dtype is torch.float32
 
 
-# -- with compiled kernels --
-
-
-# So many elements that the compiled kernel gains something, and few rows: sums over many would lose digits.
-LARGE = (64, 64)
-ROWS = 33
-
-
-BACKEND = kernels.backend("cpu")
-needs_kernels = pytest.mark.skipif(not BACKEND.kernels, reason=str(BACKEND))
-
-
-def trained(norm: torch.nn.Module, value: Tensor) -> tuple[list[Tensor], bool]:
-    """Return the result and all gradients, and whether the input was kept as it is for a kernel.
-
-    What torch's functions keep of half input is an fp32 copy.
-    """
-    given, kept = value.clone().requires_grad_(), []
-    norm.zero_grad()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept):
-        out = norm(given)
-    out.float().cos().sum().backward()
-    is_half = not any(tensor.numel() == given.numel() and tensor.element_size() > 2 for tensor in kept)
-    return [out, given.grad, *(param.grad for param in norm.parameters())], is_half
-
-
-def made(kind: type, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    torch.manual_seed(0)
-    norm = kind(LARGE).to(dtype)
-    for param in norm.parameters():
-        torch.nn.init.uniform_(param, 0.5, 2.0)
-    return norm
-
-
-@needs_kernels
-@pytest.mark.parametrize("weights", TOLERANCE)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", [norms.FusedRMSNorm, norms.MixedFusedRMSNorm])
-def test_kernels_change_nothing_but_rounding(kind: type, dtype: torch.dtype, weights: torch.dtype) -> None:
-    norm, value = made(kind, weights), (torch.randn(ROWS, *LARGE) * 3 + 1).to(dtype)
-    with_kernels, by_kernel = trained(norm, value)
-    assert by_kernel is (dtype is not torch.float32)
-    with WithoutKernels():
-        expected, by_kernel = trained(norm, value)
-    assert not by_kernel
-    tolerance = max(TOLERANCE[dtype], TOLERANCE[weights])
-    torch.testing.assert_close(with_kernels, expected, rtol=tolerance, atol=tolerance)
-
-
-@needs_kernels
-def test_second_derivatives_are_torchs() -> None:
-    def penalised() -> list[Tensor]:
-        norm = made(norms.FusedRMSNorm)
-        value = torch.randn(ROWS, *LARGE).half().requires_grad_()
-        (grad,) = torch.autograd.grad(norm(value).float().cos().sum(), value, create_graph=True)
-        grad.float().square().sum().backward()
-        return [value.grad, *(param.grad for param in norm.parameters() if param.grad is not None)]
-
-    with_kernels = penalised()
-    with WithoutKernels():
-        torch.testing.assert_close(with_kernels, penalised(), rtol=1e-2, atol=1e-2)
-
-
-@needs_kernels
-def test_transforms_and_graphs_take_torchs_way() -> None:
-    norm, value = made(norms.FusedRMSNorm), torch.randn(2, ROWS, *LARGE).half()
-
-    def loss(given: Tensor) -> Tensor:
-        return norm(given).float().cos().sum()
-
-    wanted = torch.autograd.grad(loss(value.requires_grad_()), value)[0]
-    mapped = torch.func.vmap(torch.func.grad(loss))(value.detach())
-    torch.testing.assert_close(mapped, wanted, rtol=4e-3, atol=4e-3)
-    direction = torch.zeros_like(value)
-    direction[0, 0, 0, :8] = 1.0
-    _, tangent = torch.func.jvp(loss, (value.detach(),), (direction,))
-    torch.testing.assert_close(tangent, wanted[0, 0, 0, :8].float().sum(), rtol=2e-2, atol=2e-2)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(value.detach().requires_grad_(), torch.ones_like(value))
-        assert torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent is not None
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(value)
-    torch.testing.assert_close(torch.autograd.grad(compiled, value)[0], wanted, rtol=4e-3, atol=4e-3)
-
-
-@needs_kernels
-@pytest.mark.parametrize(("weights", "rows", "by_kernel"), [
-    (torch.float32, ROWS, True), (torch.float32, 1, False), (torch.float64, ROWS, False),
-])  # fmt: skip
-def test_small_inputs_and_other_dtypes_take_torchs_way(weights: torch.dtype, rows: int, by_kernel: bool) -> None:
-    assert trained(made(norms.FusedRMSNorm, weights), torch.randn(rows, *LARGE).half())[1] is by_kernel
-
-
-def test_a_wrong_shape_is_an_error_with_kernels_too() -> None:
+def test_a_wrong_shape_is_torchs_error() -> None:
     with pytest.raises(RuntimeError, match="normalized_shape"):
-        made(norms.FusedRMSNorm)(torch.randn(ROWS, 64, 65).half().requires_grad_())
+        norms.FusedRMSNorm((64, 64))(torch.randn(33, 64, 65).half().requires_grad_())

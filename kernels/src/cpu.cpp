@@ -1,4 +1,4 @@
-// LAMB and the backward of RMS norms on a CPU. The compiler makes vectors of the loops, for three kinds of processors.
+// LAMB on a CPU. The compiler makes vectors of the loops, for three kinds of processors.
 #include <algorithm>
 #include <system_error>
 #include <thread>
@@ -37,7 +37,7 @@ void by_threads(int64_t units, int64_t least, int threads, Work work) {
 
 // Elements whose squares 16 lanes add up in fp32, 128 each, before they go on in fp64; and those of one loop.
 const int64_t BLOCK = 2048;
-const int WIDTH = 256, LANES = 16;
+const int WIDTH = 256;
 
 // A step of chunks [from, to). Sums of squares go to `space`, two a chunk.
 template <class Step, bool SUMS>
@@ -65,57 +65,6 @@ void step_all(const StepArgs& a) {
   by_threads(a.chunks, 8, a.threads, [&a](int64_t from, int64_t to) { step_chunks<Step, SUMS>(a, from, to); });
 }
 
-// Rows [from, to) of one block; `sums` is NULL, or gets the block's part of the weight's gradient.
-template <class G, class X>
-AK_CLONES void norm_rows(const NormArgs& a, int64_t from, int64_t to, float* sums) {
-  if (sums) std::fill(sums, sums + a.columns, 0.0f);
-  for (int64_t row = from; row < to; row++) {
-    const typename G::type* grad = (const typename G::type*)a.grad + row * a.columns;
-    const typename X::type* in = (const typename X::type*)a.in + row * a.columns;
-    typename X::type* out = a.grad_in ? (typename X::type*)a.grad_in + row * a.columns : nullptr;
-    float rstd = a.rstds[row];
-    double all = 0.0;
-    for (int64_t first = 0; first < a.columns; first += WIDTH) {
-      int count = (int)std::min<int64_t>(WIDTH, a.columns - first);
-      float products[WIDTH], lanes[LANES] = {};
-      for (int i = 0; i < count; i++) products[i] = G::wide(grad[first + i]) * (X::wide(in[first + i]) * rstd);
-      for (int i = 0; sums && i < count; i++) sums[first + i] += products[i];
-      for (int i = 0; i < count; i++) products[i] *= a.weight[first + i];
-      for (int i = count; i < WIDTH; i++) products[i] = 0.0f;
-      for (int i = 0; i < WIDTH; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] += products[i + lane];
-      for (float lane : lanes) all += (double)lane;
-    }
-    float mean = (float)(all / (double)a.columns);
-    for (int64_t i = 0; out && i < a.columns; i++)
-      out[i] = X::narrow(rstd * (G::wide(grad[i]) * a.weight[i] - X::wide(in[i]) * rstd * mean));
-  }
-}
-
-template <class G, class X>
-int norm_all(const NormArgs& a) {
-  int64_t blocks = (a.rows + a.rows_at_once - 1) / a.rows_at_once;
-  by_threads(blocks, 1, a.threads, [&a](int64_t from, int64_t to) {
-    for (int64_t block = from; block < to; block++) {
-      int64_t first = block * a.rows_at_once, last = std::min(first + a.rows_at_once, a.rows);
-      norm_rows<G, X>(a, first, last, a.partial ? a.partial + block * a.columns : nullptr);
-    }
-  });
-  for (int64_t i = 0; a.partial && i < a.columns; i++) {
-    double all = 0.0;
-    for (int64_t block = 0; block < blocks; block++) all += (double)a.partial[block * a.columns + i];
-    a.grad_weight[i] = (float)all;
-  }
-  return AK_OK;
-}
-
-template <class X>
-int norm_of(const NormArgs& a) {
-  if (a.grad_dtype == AK_F32) return norm_all<F32, X>(a);
-  if (a.grad_dtype == AK_F16) return norm_all<F16, X>(a);
-  return a.grad_dtype == AK_BF16 ? norm_all<BF16, X>(a) : AK_WRONG_DTYPE;
-}
-
 }  // namespace
 
 AK_PUBLIC int ak_version() { return AK_VERSION; }
@@ -136,9 +85,4 @@ AK_PUBLIC int ak_cpu_lamb(const StepArgs* args) {
     step_all<LambLast<F32, decltype(param), decltype(half)>, false>(a);
     return AK_OK;
   });
-}
-
-AK_PUBLIC int ak_cpu_rms_norm_backward(const NormArgs* a) {
-  if (a->in_dtype == AK_F16) return norm_of<F16>(*a);
-  return a->in_dtype == AK_BF16 ? norm_of<BF16>(*a) : AK_WRONG_DTYPE;
 }

@@ -54,20 +54,6 @@ struct StepArgs {
   double inv_scale, lr, beta1, beta2, weight, eps, weight_decay, max_norm, step;
 };
 
-// The backward of an RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467, equation 4) over the columns of each row.
-struct NormArgs {
-  int32_t threads, grad_dtype, in_dtype, unused;
-  int64_t rows, columns;
-  int64_t rows_at_once;  // rows that one block of sums over rows takes
-  const void* grad;      // [rows, columns], of grad_dtype
-  const void* in;        // [rows, columns], of in_dtype
-  const float* rstds;    // [rows]
-  const float* weight;   // [columns]
-  void* grad_in;         // NULL, or [rows, columns], of in_dtype
-  float* grad_weight;    // NULL, or [columns]
-  float* partial;        // NULL without grad_weight, or space, [ceil(rows / rows_at_once), columns]
-};
-
 // -- elements --
 
 template <class To, class From>

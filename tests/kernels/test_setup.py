@@ -92,7 +92,7 @@ def test_a_wheel_with_kernels_for_all_cards_is_small_and_loads(tmp_path: Path) -
     environment["PYTHONPATH"] = str(tmp_path / "installed")
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert str(tmp_path) in done.stdout
-    assert "kernels=('lamb_', 'rms_norm_backward')" in done.stdout
+    assert "kernels=('lamb_',)" in done.stdout
     assert "nvcc" not in done.stdout
 
 
