@@ -11,8 +11,8 @@ from autoamp.cli.output import aligned
 from autoamp.cli.session import half_dtype
 from autoamp.diagnostics import check_lists, explain
 from autoamp.errors import UsageError
-from autoamp.ops import AutocastDifference, autocast_differences, known_ops
-from autoamp.rules import CastPolicy, CastRule, CastTable, check_bare_names, package_tables
+from autoamp.ops import AutocastDifference, autocast_differences, expand
+from autoamp.rules import CastPolicy, CastRule, CastTable, package_tables
 from autoamp.runtime import Settings, device_type_of
 
 # The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
@@ -27,7 +27,7 @@ def lists(chosen: argparse.Namespace) -> int:
     if chosen.ops:
         sys.stdout.write("".join(f"{explain(table, _checked(name, table))}\n" for name in chosen.ops))
         return 0
-    check_bare_names(table, known_ops())
+    expand(table)  # refuses unknown names
     rules = sorted((rule for rule in table.rules if not _is_no_op(rule)), key=lambda rule: rule.target)
     sys.stdout.write("".join(f"{line}\n" for line in _lines(table, rules)))
     return 0

@@ -14,7 +14,7 @@ import torch
 
 from autoamp.errors import ListFileError, PatchError, kind_of
 from autoamp.patching import explain_missing, original_of, resolve, spelled_out
-from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, check_bare_names, fail
+from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, did_you_mean, fail
 from autoamp.torch_private import RECURRENT
 
 
@@ -109,16 +109,15 @@ def expand(table: CastTable) -> Expansion:
         ListFileError: A rule names an op that torch does not have, or an attribute that an imported module does not
             have, unless the rule stands in a shipped list set.
     """
-    rules = tuple(rule for rule in table.rules if admits_version(rule.versions, torch.__version__))
-    lacking = check_bare_names(replace(table, rules=rules), known_ops())
-    # A rule to leave an op alone needs no report where torch lacks the op.
-    skipped = [rule for rule in lacking if rule.policy is not CastPolicy.NONE]
+    skipped: list[CastRule] = []
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
     spaces = [(namespace, _functions_of(namespace)) for namespace in (*_NAMESPACES, RECURRENT)]
-    for rule in rules:
+    for rule in table.rules:
         found: tuple[Target, ...] | None = ()
+        if not admits_version(rule.versions, torch.__version__):
+            continue
         if not rule.bare:
             try:
                 found = locate(rule)
@@ -126,6 +125,12 @@ def expand(table: CastTable) -> Expansion:
                 if not rule.origin.shipped:
                     raise
                 skipped.append(rule)
+        elif rule.target not in known_ops():
+            if not rule.origin.shipped:
+                remedy = f"{did_you_mean(rule.target, known_ops())} Name any other function by its dotted name"
+                fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
+            # A rule to leave an op alone needs no report where torch lacks the op.
+            skipped += [rule] if rule.policy is not CastPolicy.NONE else []
         elif rule.policy is not CastPolicy.NONE or not patched.isdisjoint(_names(rule.target)):
             found = tuple(_spellings(rule, spaces))
         if found is None:

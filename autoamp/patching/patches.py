@@ -115,15 +115,17 @@ class Patch:
         replacement: What is put there.
         previous: What ``vars(parent)`` has under that name once the patch is restored; a sentinel for nothing, where
             the attribute is inherited.
+        rebinds: Whether it is a name of another module, by `PatchSet.rebind`.
     """
 
     parent: Any
     attribute: str
     replacement: Any
     previous: Any
+    rebinds: bool = False
 
     @classmethod
-    def from_attribute(cls, parent: Any, attribute: str, replacement: Any) -> Patch:
+    def from_attribute(cls, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> Patch:
         """Make a patch without applying it. PatchError where the parent has no attributes of its own."""
         try:
             found = vars(parent).get(attribute, _ABSENT)
@@ -134,7 +136,7 @@ class Patch:
         # attribute.
         if previous is not found and _inherited(parent, attribute) is previous:
             previous = _ABSENT
-        return cls(parent, attribute, replacement, previous)
+        return cls(parent, attribute, replacement, previous, rebinds)
 
     @property
     def name(self) -> str:
@@ -216,15 +218,10 @@ watcher = _ImportWatcher()
 
 
 class PatchSet:
-    """Patches that are applied one after the other and restored together, in reverse order.
-
-    Attributes:
-        late_bound: The dotted names that `rebind` replaced.
-    """
+    """Patches that are applied one after the other and restored together, in reverse order."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
-        self.late_bound: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self._patches)
@@ -232,9 +229,14 @@ class PatchSet:
     def __iter__(self) -> Iterator[Patch]:
         return iter(self._patches)
 
-    def replace(self, parent: Any, attribute: str, replacement: Any) -> None:
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """The dotted names that `rebind` replaced."""
+        return tuple(patch.name for patch in self if patch.rebinds)
+
+    def replace(self, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> None:
         """Apply one patch and remember it. PatchError where the attribute cannot be written."""
-        patch = Patch.from_attribute(parent, attribute, replacement)
+        patch = Patch.from_attribute(parent, attribute, replacement, rebinds)
         patch.apply()
         self._patches.append(patch)
         found = mark_of(replacement)
@@ -245,12 +247,11 @@ class PatchSet:
     def all_or_nothing(self) -> Iterator[None]:
         """Let no other thread patch within the ``with`` statement, and take its patches back if it raises."""
         with writing:
-            count, late_bound = len(self._patches), self.late_bound
+            count = len(self._patches)
             try:
                 yield
             except BaseException:
                 self._take_back(count)
-                self.late_bound = late_bound
                 raise
 
     def rebind(self, replacements: Mapping[int, tuple[Any, Any]], skip: Callable[[str], bool]) -> None:
@@ -260,11 +261,8 @@ class PatchSet:
             replacements: ``id(original) -> (original, replacement)``.
             skip: Tells by a module's name whether that module is to be left alone.
         """
-        found = []
-        for name, module, attribute, value in _module_globals(replacements, skip):
-            self.replace(module, attribute, replacements[id(value)][1])
-            found.append(f"{name}.{attribute}")
-        self.late_bound += tuple(found)
+        for module, attribute, value in _module_globals(replacements, skip):
+            self.replace(module, attribute, replacements[id(value)][1], rebinds=True)
 
     def restore(self) -> tuple[str, ...]:
         """Restore all patches in reverse order, and forget who waits for imports.
@@ -278,9 +276,8 @@ class PatchSet:
             replacements = {id(patch.replacement): patch.replacement for patch in self}
             foreign = self._take_back(0)
             # Modules that were imported meanwhile may have taken replacements by `from ... import ...`.
-            for _, module, attribute, value in _module_globals(replacements, lambda _: False):
+            for module, attribute, value in _module_globals(replacements, lambda _: False):
                 setattr(module, attribute, original_of(value))
-            self.late_bound = ()
         if foreign:
             log.warning("not restored, because another library patched them after autoamp: %s", ", ".join(foreign))
         return foreign
@@ -309,9 +306,7 @@ class PatchSet:
         watcher.listen(module_name, self, callback)
 
 
-def _module_globals(
-    wanted: Mapping[int, Any], skip: Callable[[str], bool]
-) -> list[tuple[str, types.ModuleType, str, Any]]:
+def _module_globals(wanted: Mapping[int, Any], skip: Callable[[str], bool]) -> list[tuple[types.ModuleType, str, Any]]:
     """Find the globals of imported modules that are among some objects.
 
     Args:
@@ -319,9 +314,9 @@ def _module_globals(
         skip: Tells by a module's name whether that module is to be left out.
 
     Returns:
-        For each its module's name, the module, the name of the global and the object.
+        For each its module, the name of the global and the object.
     """
-    found: list[tuple[str, types.ModuleType, str, Any]] = []
+    found: list[tuple[types.ModuleType, str, Any]] = []
     if not wanted:
         return found
     for name, module in list(sys.modules.items()):
@@ -331,5 +326,5 @@ def _module_globals(
         names = vars(module).copy()
         # Most modules have none, and a large program has hundreds of thousands of globals: one set operation tells.
         if not wanted.keys().isdisjoint(map(id, names.values())):
-            found += [(name, module, attribute, value) for attribute, value in names.items() if id(value) in wanted]
+            found += [(module, attribute, value) for attribute, value in names.items() if id(value) in wanted]
     return found

@@ -11,14 +11,14 @@ import importlib.resources
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from autoamp.errors import ListFileError, warn_user
 from autoamp.rules.parser import ListSet, Source, choices, did_you_mean, fail, parse_toml
-from autoamp.rules.table import CastRule, CastTable, RuleSource
+from autoamp.rules.table import CastTable, RuleSource
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
@@ -326,20 +326,3 @@ def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:
         rules = (rule for rule in layer.rules if not (device_type and rule.devices) or device_type in rule.devices)
         table = table.overlaid(replace(layer, rules=tuple(rules)))
     return table
-
-
-def check_bare_names(table: CastTable, known: Collection[str]) -> tuple[CastRule, ...]:
-    """Check that every bare name is one of `known`, the op names that the installed torch has.
-
-    Returns:
-        The rules of shipped sets whose op this torch lacks. They are no mistake of the user: skip and report them.
-
-    Raises:
-        ListFileError: A bare name of any other source is not known; the message gives the nearest names.
-    """
-    lacking = tuple(rule for rule in table.rules if rule.bare and rule.target not in known)
-    for rule in lacking:
-        if not rule.origin.shipped:
-            remedy = f"{did_you_mean(rule.target, known)} Name any other function by its dotted name"
-            fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
-    return lacking

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,16 +12,13 @@ import torch
 from autoamp import ops, torch_private
 from autoamp.diagnostics import Observation
 from autoamp.errors import ListFileError, PatchError, warn_user
-from autoamp.patching import CompilerTables, PatchSet, mark, name_by
+from autoamp.patching import CompilerTables, PatchSet, mark, name_by, writing
 from autoamp.program import Subscriber
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import GuardedOptimizers
 
 log = logging.getLogger(__name__)
-
-# A thread that patches while another one restores would take its replacements for torch's own functions.
-_one_at_a_time = threading.RLock()
 
 
 class PatchedTorch:
@@ -65,7 +61,8 @@ class PatchedTorch:
         casts, program = self._optimizers.casts, self._optimizers.program
         self._settings, self._observation = settings, observation
         expansion = ops.expand(settings.table)
-        with _one_at_a_time:
+        # A thread that patches while another one restores would take its replacements for torch's own functions.
+        with writing:
             casts.open()
             try:
                 with self.patches.all_or_nothing():
@@ -100,7 +97,7 @@ class PatchedTorch:
 
     def restore(self) -> tuple[str, ...]:
         """Take the patches back and return the names that others patched on top."""
-        with _one_at_a_time:
+        with writing:
             if not self.in_place:
                 # Another thread has restored torch since.
                 return ()

@@ -22,7 +22,6 @@ STATE = {
     "patching/patches.py watcher": "wrapt's import hooks cannot be taken back, so each module gets one for all handles",
     "patching/patches.py writing": "patches are written to objects that all threads share",
     "runtime/active.py handles": "a process has one torch, so one handle patches it",
-    "runtime/patched_torch.py _one_at_a_time": "threads patch and restore one torch",
     "runtime/active.py activated": "packages above hear of handles that are not made yet",
     "runtime/runtime.py suspended": "as activated",
     "scaling/sync.py _made": "a process group is a collective to make, and lives as long as the process",

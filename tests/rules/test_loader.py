@@ -21,7 +21,6 @@ from autoamp.rules import (
     ModulePrecision,
     ModuleRule,
     RuleSource,
-    check_bare_names,
     located,
 )
 from tests.rules._shared import check_refused, load, policies, write
@@ -281,13 +280,3 @@ def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
     check_refused(a, c, 3, ["circular", f"{b} -> {c} -> {b}"])
     write(a, "extends = 'a.toml'")
     check_refused(a, a, 2, [f"{a} -> {a}"])
-
-
-# -- bare names --
-
-
-def test_shipped_names_that_torch_lacks_are_returned() -> None:
-    assert check_bare_names(load({"extends": [], "fp32": ["softmax", "my.sofmax"]}), ["softmax"]) == ()
-    table = load("apex")
-    known = {rule.target for rule in table.rules if rule.bare} - {"gelu", "vecdot"}
-    assert [rule.target for rule in check_bare_names(table, known)] == ["vecdot", "gelu"]
