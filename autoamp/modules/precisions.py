@@ -59,18 +59,22 @@ class ModulePrecisions:
         has_rules: Whether a list names paths or classes: then paths are looked up at the first call of a model.
     """
 
-    def __init__(self, rules: Iterable[ModuleRule]) -> None:
+    def __init__(self, rules: Iterable[ModuleRule] = ()) -> None:
+        # Set after the first step: a script may define a class until then.
+        self._checked = False
+        self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
+        self._matched: set[ModuleRule] = set()
+        self.use(rules)
+
+    def use(self, rules: Iterable[ModuleRule]) -> None:
+        """Follow these rules from now on. What modules were given stays."""
         self._rules = tuple(rules)
         self._class_rules = tuple(
             rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)
         )
-        # Set after the first step: a script may define a class until then.
-        self._checked = False
         self._by_class: weakref.WeakKeyDictionary[type, ModulePrecision | None] = weakref.WeakKeyDictionary()
         # Modules within which paths were looked up.
         self._searched: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
-        self._matched: set[ModuleRule] = set()
         self.has_class_rules, self.has_rules = bool(self._class_rules), bool(self._rules)
 
     @property
@@ -193,12 +197,6 @@ class ModulePrecisions:
     def undo_all(self, modules: Container[Module] | None = None) -> None:
         """Undo what overrides say of these modules, by default of all."""
         self._tags.take_all(modules)
-
-    def join(self, other: ModulePrecisions) -> None:
-        """Let the overrides of another object be this one's too."""
-        self._tags.join(other._tags)
-        self._matched |= other._matched
-        self._checked = other._checked
 
     def _of_class(self, cls: type) -> ModulePrecision | None:
         if cls in self._by_class:

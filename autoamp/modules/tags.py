@@ -99,10 +99,3 @@ class ModuleTags(Generic[T]):
             vars(module)[TAGS] = rest
         else:
             vars(module).pop(TAGS, None)
-
-    def join(self, other: ModuleTags[T]) -> None:
-        """Share all values with other tags from now on."""
-        self.values.update(other.values)
-        self._holders.update(other._holders)
-        other.values, other._holders = self.values, self._holders
-        self.any = other.any = bool(self.values)

@@ -55,6 +55,7 @@ class Runtime:
     """
 
     def __init__(self, settings: Settings, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
+        self.precisions = ModulePrecisions()
         self.models = CastModels()
         self.optimizers = GuardedOptimizers(
             _casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
@@ -72,7 +73,7 @@ class Runtime:
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
-        self.precisions = ModulePrecisions(settings.table.modules)
+        self.precisions.use(settings.table.modules)
         observation = Observation(self.casts, self.patched.patch_anew)
         self.overflows = OverflowTrace(self.casts, observation, always=settings.trace_overflow)
         if settings.capsule is not None:
@@ -165,10 +166,8 @@ class Runtime:
         """
         self._end_diagnostics()
         self._let_go(models, optimizers)
-        precisions = self.precisions
         self.optimizers.casts = _casts_for(settings, on)
         self._apply(settings)
-        self.precisions.join(precisions)
         self.optimizers.models_with_masters.clear()
 
     def _let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
