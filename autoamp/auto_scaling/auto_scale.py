@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoamp.auto_scaling.backward_pass import Flags, OurHook, ScaledPass, can_begin_at, reached_by, scaled_gradients
+from autoamp.auto_scaling.backward_pass import OurHook, ScaledPass, can_begin_at, reached_by, scaled_gradients
 from autoamp.auto_scaling.hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
@@ -55,7 +54,6 @@ class AutoScale(Subscriber):
 
     def __init__(self, optimizers: GuardedOptimizers) -> None:
         self._optimizers = optimizers
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
         self._passes = RunningPasses(lambda: optimizers.casts.switched(False))
@@ -125,7 +123,6 @@ class AutoScale(Subscriber):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
                     self._optimizers.guard(optimizer, check=False).repeats_closure = False
-                    self._known.add(optimizer)
 
     def unguarded_step(self, optimizer: Any) -> None:
         """Guard an optimizer that `started` did not find: nobody tells of objects that ``gc.freeze()`` has frozen."""
@@ -196,7 +193,7 @@ class AutoScale(Subscriber):
                 outer.take(*reached_by(roots, inputs), within=True)
             elif not create_graph and self._is_ours(roots, given):
                 # Kept here for as long as the pass runs: guards refer to their optimizers weakly.
-                optimizers = list(self._known)
+                optimizers = [one for guard in self._optimizers.guards if (one := guard.optimizer) is not None]
                 running = self._begin(optimizers, roots, inputs)
             if running is None:
                 run(roots, grad_tensors, grad_variables=grad_variables)
@@ -234,10 +231,9 @@ class AutoScale(Subscriber):
             return None
         # In fp16 a power of 2 below the end of its range.
         largest = 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
-        # The inf of one rank is to be seen by all.
-        flags = Flags(self._scaler.unread.blank, cleans=not shared)
         scale = min(self._scaler.loss_scale, largest)
-        running = ScaledPass(self._scaler, scale, flags, owners, self._retained, self._passes.now)
+        # The inf of one rank is to be seen by all.
+        running = ScaledPass(self._scaler, scale, not shared, owners, self._retained, self._passes.now)
         for guard in sharded:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
             running.concern(guard)

@@ -23,64 +23,31 @@ from autoamp.stepping import OverflowCheck, StepGuard
 from autoamp.tensors import HALF_DTYPES
 
 
-class Flags:
-    """One found_inf flag for each tensor that a pass reaches: 1.0 where its gradient had inf or nan.
-
-    Args:
-        blank: Returns a new flag on a device, 0.0.
-        cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
-            over ranks to carry on.
-
-    Attributes:
-        cleans: As given.
-        all: All flags. Those of tensors that are gone count too.
-    """
-
-    def __init__(self, blank: Callable[[torch.device], Tensor], *, cleans: bool) -> None:
-        self._blank = blank
-        self.cleans = cleans
-        self._of = WeakTensorKeyDictionary()
-        self.all: list[Tensor] = []
-
-    def get(self, tensor: Tensor) -> Tensor:
-        """Return the flag of a tensor, a new one where there is none."""
-        if tensor not in self._of:
-            self._of[tensor] = self._blank(tensor.device)
-            self.all.append(self._of[tensor])
-        flag: Tensor = self._of[tensor]
-        return flag
-
-    def flagged(self) -> list[Tensor]:
-        """Return the tensors that live and whose flag is set. Waits for the device."""
-        return [tensor for tensor, flag in self._of.items() if flag]
-
-
 class PassCheck(OverflowCheck):
     """The check of a backward pass. As long as nobody has read it, it goes by all gradients that have arrived.
 
     Args:
         scaler: The scaler of the pass.
-        scale: The scale of the pass.
-        flags: What was found, and is being found.
+        running: The pass.
         earlier: An earlier check of the same pass, if there is one.
     """
 
     # What arrives after it was read is for another check, so a step is to read it.
     is_complete = False
 
-    def __init__(self, scaler: LossScaler, scale: float, flags: Flags, earlier: PassCheck | None = None) -> None:
-        super().__init__(scaler, scale, (), earlier)
-        self._flags = flags
+    def __init__(self, scaler: LossScaler, running: ScaledPass, earlier: PassCheck | None = None) -> None:
+        super().__init__(scaler, running.scale, (), earlier)
+        self._pass = running
 
     @property
     def found(self) -> Sequence[Tensor]:
         """The flags to read: those of this rank, or what all ranks agreed on; none once they were read."""
-        return super().found if self._found or self.overflowed is not None else self._flags.all
+        return super().found if self._found or self.overflowed is not None else self._pass.flags
 
     @property
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
-        return self._flags.flagged() if self._flags.cleans else ()
+        return self._pass.cleared()
 
 
 @dataclass(eq=False)
@@ -92,22 +59,28 @@ class ScaledPass:
 
     Attributes:
         scale: The scale of the pass.
-        flags: What is found in the gradients.
+        cleans: Whether 0 takes the place of a gradient that overflowed. Otherwise inf and nan stay, for a reduction
+            over ranks to carry on.
         owners: The guards of the optimizers that step a tensor, by its id.
         retained: The tensors for which ``retain_grad()`` was called.
         now: Returns the pass that calls, None outside of passes.
+        flags: One found_inf flag for each tensor that the pass reaches: 1.0 where its gradient had inf or nan. Those of
+            tensors that are gone count too.
     """
 
     scaler: InitVar[LossScaler]
     scale: float
-    flags: Flags
+    cleans: bool
     owners: Mapping[int, list[StepGuard]]
     retained: Iterable[Tensor]
     now: Callable[[], ScaledPass | None]
 
     def __post_init__(self, scaler: LossScaler) -> None:
         factor = 1.0 / self.scale
-        self._check = PassCheck(scaler, self.scale, self.flags)
+        self._check = PassCheck(scaler, self)
+        self._blank = scaler.unread.blank
+        self._flags = WeakTensorKeyDictionary()
+        self.flags: list[Tensor] = []
         self._factor = functools.cache(lambda device: torch.full((), factor, dtype=torch.float32, device=device))
         # By the id of a leaf whose gradients get true values as they arrive: the leaf, the hook there, and whether its
         # gradient, if nobody else writes it, is finite wherever all that arrives is.
@@ -134,7 +107,7 @@ class ScaledPass:
         inner = [one for one in list(self.retained) if one.grad_fn in nodes and id(one) not in self._inner]
         for tensor in (*leaves, *inner):
             # Made here, where the streams of all that runs wait for what this one does.
-            self.flags.get(tensor)
+            self._flag(tensor)
             self._factor(tensor.device)
         for leaf in leaves:
             hook = register_first(leaf, OurHook(self._arrived, leaf))
@@ -163,6 +136,18 @@ class ScaledPass:
         if self._check not in guard.pending.checks:
             guard.pending.expect(self._check)
 
+    def _flag(self, tensor: Tensor) -> Tensor:
+        """Return the flag of a tensor, a new one where there is none."""
+        if tensor not in self._flags:
+            self._flags[tensor] = self._blank(tensor.device)
+            self.flags.append(self._flags[tensor])
+        flag: Tensor = self._flags[tensor]
+        return flag
+
+    def cleared(self) -> list[Tensor]:
+        """Return the tensors that live and whose gradients became 0, as they overflowed. Waits for the device."""
+        return [tensor for tensor, flag in self._flags.items() if flag] if self.cleans else []
+
     def knows(self, leaf: Tensor) -> bool:
         """Whether gradients have true values once they have arrived at a leaf."""
         return id(leaf) in self._arrivals
@@ -174,23 +159,23 @@ class ScaledPass:
         check = self._check
         if check.overflowed is not None:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
-            self._check = PassCheck(check.scaler, self.scale, self.flags, earlier=check)
+            self._check = PassCheck(check.scaler, self, earlier=check)
         for guard in self.owners.get(id(leaf), ()):
             self.concern(guard)
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
         """Return the true gradient of a tensor for a scaled one. Whether it overflowed is noted."""
-        factor, flag = self._factor(tensor.device), self.flags.get(tensor)
-        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self.flags.cleans)
+        factor, flag = self._factor(tensor.device), self._flag(tensor)
+        return true_gradient(gradient, 1.0 / self.scale, factor, flag, clean=self.cleans)
 
     @torch.no_grad()
     def still_overflowed(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return nan in place of what a hook made of a gradient that overflowed, where other ranks are to see it."""
-        if self.flags.cleans or gradient.layout is not torch.strided:
+        if self.cleans or gradient.layout is not torch.strided:
             return gradient
         # The flag has shape (1,). A gradient without dimensions needs one without.
-        return torch.where(self.flags.get(leaf).reshape(()) != 0, math.nan, gradient)
+        return torch.where(self._flag(leaf).reshape(()) != 0, math.nan, gradient)
 
     def is_now(self) -> bool:
         """Whether this pass calls."""
@@ -211,7 +196,8 @@ class ScaledPass:
                 for guard in self.owners.get(id(leaf), ()):
                     guard.pending.checked.note([leaf])
         self._passed_on.clear()
-        self._arrivals, self._inner = {}, {}
+        # The guards have the checks of this pass, and through them the pass itself.
+        self._arrivals, self._inner, self.owners = {}, {}, {}
 
 
 class OurHook(functools.partial[Any]):
