@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,12 +78,13 @@ class CastModels(Subscriber):
         originals: By ``id(parameter)`` the fp32 values that parameters had before they were cast, from which masters
             are made. Cleared when the optimizers have their masters.
         forward_dtypes: In which dtypes models take inputs and give outputs, by tag.
+        halves: The models that are in half precision.
     """
 
     def __init__(self) -> None:
         self.originals: dict[int, Tensor] = {}
         self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags()
-        self._models: weakref.WeakKeyDictionary[Module, torch.dtype | None] = weakref.WeakKeyDictionary()
+        self.halves: weakref.WeakSet[Module] = weakref.WeakSet()
         self._wide_buffers: Any = WeakIdKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -118,7 +119,8 @@ class CastModels(Subscriber):
             if isinstance(module, torch.nn.RNNBase):
                 # cuDNN wants its weights in one piece of memory, and the cast has allocated each by itself.
                 flatten_weights(module)
-        self._models[model] = dtype
+        if dtype in HALF_DTYPES:
+            self.halves.add(model)
 
     def _cast_parameter(self, parameter: Tensor, dtype: torch.dtype) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -155,7 +157,6 @@ class CastModels(Subscriber):
 
     def set_forward_dtypes(self, model: Module, dtypes: ForwardDtypes) -> None:
         """Cast what goes into and comes out of a model, at each of its calls and at those of its later copies."""
-        self._models.setdefault(model, None)
         inherited = self.forward_dtypes.find(model)
         if inherited is not None:
             self.forward_dtypes.remove(inherited, model)
@@ -163,42 +164,27 @@ class CastModels(Subscriber):
 
     @property
     def is_listening(self) -> bool:
-        """Whether there are models."""
-        return bool(self._models)
+        """Whether there are models, or copies of them."""
+        return self.forward_dtypes.any
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Cast every half model back to fp32. The optimizers must step the models' own parameters again by then."""
-        self.let_go(list(self._models))
-        self._optimizers.clear()
-        self.forward_dtypes.values.clear()
-        self.originals.clear()
+    def let_go(self, modules: Container[Module] | None = None) -> None:
+        """Cast the half models among these modules, by default all, back to fp32; leave inputs and outputs alone.
 
-    @torch.no_grad()
-    def let_go(self, models: Iterable[Module]) -> None:
-        """Cast these models back to fp32, and leave what goes into them and comes out of them alone."""
-        for model in models:
-            tag = self.forward_dtypes.find(model)
-            if tag is not None:
-                self.forward_dtypes.take(tag)
-            if self._models.pop(model, None) in HALF_DTYPES:
+        The optimizers must step the models' own parameters again by then.
+        """
+        self.forward_dtypes.take_all(modules)
+        for model in list(self.halves):
+            if modules is None or model in modules:
+                self.halves.remove(model)
                 self.cast(model, torch.float32)
-                del self._models[model]
         for optimizer in self._optimizers:
             fit_state(optimizer)
-
-    def overlapping(self, models: Iterable[Module]) -> list[Module]:
-        """Return the models that have a module in common with one of these."""
-        modules = {module for model in models for module in model.modules()}
-        return [model for model in self._models if not modules.isdisjoint(model.modules())]
-
-    def halves(self) -> list[Module]:
-        """Return the models that are in half precision."""
-        return [model for model, dtype in self._models.items() if dtype in HALF_DTYPES]
+        self.originals.clear()
 
     def is_half(self, module: Module) -> bool:
         """Whether a module is a half model or a part of one."""
-        return any(module is part for model in self.halves() for part in model.modules())
+        return any(module is part for model in self.halves for part in model.modules())
 
     def _involves_halves(self, module: Module) -> bool:
         """Whether a module is or has a half model or a copy of one, or is a part of a half model."""

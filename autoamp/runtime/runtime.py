@@ -143,7 +143,7 @@ class Runtime:
         self.ended = True
         self.precisions.undo_all()
         self.optimizers.release()
-        self.models.restore()
+        self.models.let_go()
         return foreign
 
     def _end_diagnostics(self) -> tuple[str, ...]:
@@ -165,21 +165,18 @@ class Runtime:
             on: Whether casts act everywhere.
         """
         self._end_diagnostics()
-        self._let_go(models, optimizers)
+        named = {module for model in models for module in model.modules()}
+        # Models of earlier calls that have a module in common with these are let go as a whole.
+        modules = named.union(*(model.modules() for model in self.setups if not named.isdisjoint(model.modules())))
+        # Parameters that these share with another half model stay half.
+        shared = {id(param) for model in self.models.halves if model not in modules for param in model.parameters()}
+        params = {id(param): param for module in modules for param in module.parameters(recurse=False)}
+        self.precisions.undo_all(modules)
+        self.optimizers.let_go(optimizers, [param for key, param in params.items() if key not in shared])
+        self.models.let_go(modules)
         self.optimizers.casts = _casts_for(settings, on)
         self._apply(settings)
         self.optimizers.models_with_masters.clear()
-
-    def _let_go(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-        """Give these models, and the optimizers that step their parameters, back what they had."""
-        named = [*models, *self.models.overlapping(models)]
-        modules = {module for model in named for module in model.modules()}
-        # Parameters that these share with another half model stay half.
-        shared = {id(param) for model in self.models.halves() if model not in modules for param in model.parameters()}
-        params = {id(param): param for model in named for param in model.parameters() if id(param) not in shared}
-        self.precisions.undo_all(modules)
-        self.optimizers.let_go(optimizers, params.values())
-        self.models.let_go(self.models.overlapping(models))
 
 
 def _casts_for(settings: Settings, on: bool) -> CastState:

@@ -228,6 +228,15 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
     assert twin[0].weight.dtype is torch.float16
 
 
+def test_a_copy_outlives_its_model_when_torch_is_patched_anew() -> None:
+    model = initialize(two_layers())
+    twin = copy.deepcopy(model)
+    del model
+    gc.collect()
+    autoamp.current_handle().count()  # type: ignore[union-attr]
+    assert {value.dtype for value in twin.state_dict().values()} == {torch.float32}
+
+
 def test_a_half_model_is_pickled_and_loaded_as_a_plain_one() -> None:
     model, optimizer = with_sgd(two_layers())
     inputs, file = torch.ones(2, 3), io.BytesIO()
