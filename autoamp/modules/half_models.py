@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -108,8 +108,19 @@ class CastModels(Subscriber):
             if keep_norms and isinstance(module, MODULES_OF_NORMS):
                 continue
             for parameter in module._parameters.values():
-                if parameter is not None and is_cast(parameter):
-                    self._cast_parameter(parameter, dtype)
+                if parameter is None or not is_cast(parameter):
+                    continue
+                grad, parameter.grad = parameter.grad, None
+                if dtype is torch.float32:
+                    # The values of the master, which outlives its optimizer, or without one the original values.
+                    wide = release_master(parameter)
+                    wide = self.originals.get(id(parameter)) if wide is None else wide
+                    parameter.data = parameter.data.float() if wide is None else wide.detach()
+                else:
+                    if parameter.dtype is torch.float32:
+                        self.originals[id(parameter)] = parameter.data
+                    parameter.data = parameter.data.to(dtype)
+                parameter.grad = None if grad is None else grad.to(dtype)
             for name, buffer in module._buffers.items():
                 # A tensor without dimensions does not widen half ones. As a counter in half it would soon stand still.
                 if buffer is not None and is_cast(buffer) and (buffer.dim() or dtype is torch.float32):
@@ -121,20 +132,6 @@ class CastModels(Subscriber):
                 flatten_weights(module)
         if dtype in HALF_DTYPES:
             self.halves.add(model)
-
-    def _cast_parameter(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        grad, parameter.grad = parameter.grad, None
-        if dtype is torch.float32:
-            # The fp32 values are those of the master, which outlives its optimizer, or without one the original values.
-            wide = release_master(parameter)
-            wide = self.originals.get(id(parameter)) if wide is None else wide
-            parameter.data = parameter.data.float() if wide is None else wide.detach()
-        else:
-            if parameter.dtype is torch.float32:
-                self.originals[id(parameter)] = parameter.data
-            parameter.data = parameter.data.to(dtype)
-        if grad is not None:
-            parameter.grad = grad.to(dtype)
 
     def _cast_buffer(self, buffer: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype is torch.float32:
@@ -208,10 +205,13 @@ class CastModels(Subscriber):
                 state = original(self, *args, **kwargs)
             finally:
                 del thread.is_within
-            wide = {prefix + name: values for name, _, values in models._wide_values(self)}
+            wide = {prefix + name: master_of(one) for name, one in self.named_parameters(remove_duplicate=False)}
+            for name, buffer in self.named_buffers(remove_duplicate=False):
+                wide[prefix + name] = models._wide_buffer(buffer)
             for key in state.keys() - others:
-                if key in wide:
-                    state[key] = wide[key] if keep_vars else wide[key].detach()
+                value = wide.get(key)
+                if value is not None:
+                    state[key] = value if keep_vars else value.detach()
                 elif isinstance(state[key], Tensor) and state[key].dtype in HALF_DTYPES:
                     state[key] = state[key].float()
             return state
@@ -229,17 +229,6 @@ class CastModels(Subscriber):
             return result
 
         return load_state_dict
-
-    def _wide_values(self, module: Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the name of each parameter and buffer that has fp32 values beside the half ones, both of them."""
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            master = master_of(parameter)
-            if master is not None:
-                yield name, parameter, master
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            wide = self._wide_buffer(buffer)
-            if wide is not None:
-                yield name, buffer, wide
 
     @torch.no_grad()
     def _load_wide(self, module: Module, state_dict: Mapping[str, Any]) -> None:
