@@ -18,11 +18,19 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from autoamp.casting import CastCache, CastState, cast_for_any_mode, is_cacheable
-from autoamp.torch_private import is_intercepted, is_transformed, mkldnn, mkldnn_enabled
+from autoamp.torch_private import (
+    is_any_autocast_enabled,
+    is_intercepted,
+    is_transformed,
+    mkldnn,
+    mkldnn_enabled,
+    tracing_state,
+)
 
 # Torch hands a smaller product of matrices to no library, so packing it would take another kernel. Products somewhat
 # larger gain less by a packed weight than the way to the kernel costs.
 _SMALLEST = 16 * 16 * 16
+_DTYPES = (torch.bfloat16, torch.float32)
 # oneDNN's number for an LSTM, in torch's own numbering of recurrent layers, and the weights and biases of a layer.
 _LSTM, _TENSORS = 2, 4
 
@@ -40,18 +48,22 @@ class _Packed:
 
 
 class _PackedLinear(_Packed):
-    """A linear layer.
+    """A linear layer. A small weight is cast and not packed: torch's own op is called with the casts at once.
 
     Args:
+        op: The op.
         parameters: The weight, and the bias where there is one.
         narrowed: Their casts, in the same order.
         args: The arguments of the op's first call.
     """
 
-    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]
+    ) -> None:
         self.parameters = parameters
-        self._width, self._bias = narrowed[0].shape[1], narrowed[1] if len(narrowed) > 1 else None
-        self._packed = mkldnn.reorder_linear(narrowed[0])
+        self._op = op
+        self._weight, self._bias = narrowed[0], narrowed[1] if len(narrowed) > 1 else None
+        self._packed = mkldnn.reorder_linear(self._weight) if self._weight.numel() > _SMALLEST else None
 
     @staticmethod
     def weights_of(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -60,16 +72,20 @@ class _PackedLinear(_Packed):
 
     @staticmethod
     def fits(weights: Sequence[Any], args: tuple[Any, ...]) -> bool:
-        """Whether the weight is a matrix that is large enough."""
-        is_large = weights[0].dim() == 2 and weights[0].numel() > _SMALLEST
-        # oneDNN does not broadcast a bias.
+        """Whether the weight is a matrix, and the bias one that oneDNN takes, which does not broadcast it."""
         has_its_bias = len(weights) < 2 or weights[1].shape == weights[0].shape[:1]
-        return mkldnn.linear is not None and is_large and has_its_bias
+        return mkldnn.linear is not None and weights[0].dim() == 2 and has_its_bias
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Return ``linear`` of the first argument, of shape ``(..., in_features)``."""
         x = args[0]
-        if x.shape[-1:] != (self._width,):
+        if self._packed is None:
+            # Who intercepts torch's op gets it. A trace would have the casts as constants.
+            is_plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.layout is torch.strided
+            if not is_plain or is_any_autocast_enabled() or tracing_state() is not None:
+                return NotImplemented
+            return self._op(x.bfloat16(), self._weight, self._bias)
+        if not _may_call_onednn(x) or x.shape[-1:] != self._weight.shape[1:]:
             return NotImplemented
         return mkldnn.linear(x.bfloat16(), self._packed, self._bias, "none", [], "")
 
@@ -78,12 +94,15 @@ class _PackedLSTM(_Packed):
     """An LSTM of one or more layers, of one direction or two: as `torch.lstm` runs it, with packed weights.
 
     Args:
+        op: The op, `torch.lstm`.
         parameters: The weights and biases of all layers.
         narrowed: Their casts, in the same order.
         args: The arguments of the op's first call.
     """
 
-    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]
+    ) -> None:
         self.parameters = parameters
         x, directions = args[0], 1 + bool(args[7])
         self._columns, self._width = narrowed[0].shape[1], narrowed[1].shape[1]
@@ -110,7 +129,7 @@ class _PackedLSTM(_Packed):
         x, states, weights, has_biases, layers, dropout, training, bidirectional, _ = args
         fits = has_biases and not (dropout and training) and len(weights) == _TENSORS * layers * (1 + bidirectional)
         tensors = (x, *states)
-        plain = all(type(one) is Tensor and one.dim() == 3 and _may_call_onednn(one) for one in tensors)
+        plain = all(one.dim() == 3 and _may_call_onednn(one) for one in tensors)
         return tuple(weights) if fits and plain else ()
 
     @staticmethod
@@ -167,19 +186,19 @@ def build_packed(op: Any, casts: CastState) -> Callable[[tuple[Any, ...], dict[s
     kind, cache = PACKED.get(op), casts.cache
     if kind is None or casts.device_type != "cpu" or casts.dtype is not torch.bfloat16:
         return None
-    pins = cache.pins
+    pins, compiling = cache.pins, torch.compiler.is_dynamo_compiling
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or len(args) < 2:
+        if kwargs or compiling() or torch.is_grad_enabled() or len(args) < 2:
             return NotImplemented
         weights = kind.weights_of(args)
         pin = pins.get(id(weights[0])) if weights else None
+        if pin is None:
+            return NotImplemented
         # A weight may serve several ops, or one with several biases: the first that it was packed for is served.
-        if pin is None or (pin.layer is not None and type(pin.layer) is not kind):
-            return NotImplemented
-        if type(args[0]) is not Tensor or not _may_call_onednn(args[0]):
-            return NotImplemented
-        layer = pin.layer or _packed(cache, kind, weights, args)
+        layer: Any = pin.layer
+        if layer is None and _may_call_onednn(args[0]):
+            layer = _packed(cache, op, weights, args)
         if type(layer) is not kind or len(weights) != len(layer.parameters):
             return NotImplemented
         return layer.run(args) if all(map(operator.is_, weights, layer.parameters)) else NotImplemented
@@ -187,14 +206,15 @@ def build_packed(op: Any, casts: CastState) -> Callable[[tuple[Any, ...], dict[s
     return call
 
 
-def _may_call_onednn(x: Tensor) -> bool:
+def _may_call_onednn(x: Any) -> bool:
     """Whether an op of oneDNN's own may be called for ``x``, in place of torch's.
 
     Not where a mode, a tracer, forward-mode derivatives or a transform of `torch.func` would have to see torch's op, in
     a region of torch.autocast, or where the user turned oneDNN off.
     """
     return (
-        x.is_cpu
+        type(x) is Tensor
+        and x.is_cpu
         and (x.dtype is torch.bfloat16 or (x.dtype is torch.float32 and x.layout is torch.strided))
         and not x.is_nested
         and mkldnn_enabled()
@@ -203,22 +223,20 @@ def _may_call_onednn(x: Tensor) -> bool:
     )
 
 
-def _packed(
-    cache: CastCache, kind: type[_PackedLinear | _PackedLSTM], weights: tuple[Any, ...], args: tuple[Any, ...]
-) -> _Packed | None:
+def _packed(cache: CastCache, op: Any, weights: tuple[Any, ...], args: tuple[Any, ...]) -> _Packed | None:
     """Cast and pack the weights of a layer, and keep that with the first one's pin; None where that cannot be."""
     pins: list[Any] = [cache.pins.get(id(weight)) for weight in weights]
     plain = all(
         type(weight) is Parameter and weight.dtype is torch.float32 and weight.layout is torch.strided
         for weight in weights
     )
-    layer = _Packed()
+    layer, kind = _Packed(), PACKED[op]
     packs = torch.backends.mkldnn.is_available() and mkldnn.has_bf16()
     if packs and None not in pins and plain and kind.fits(weights, args):
         narrowed = [cast_for_any_mode(weight, Tensor.bfloat16) for weight in weights]
         if all(is_cacheable(one) and one.is_cpu and one.numel() > 0 for one in narrowed):
             with torch.inference_mode(False), torch.no_grad():
-                layer = kind(weights, narrowed, args)
+                layer = kind(op, weights, narrowed, args)
     with cache.lock:
         # Another thread may have ended the promise meanwhile.
         if any(cache.pins.get(id(weight)) is not pin for weight, pin in zip(weights, pins, strict=True)):
