@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-from autoamp.auto_scaling.auto_scale import AutoScale
-from autoamp.auto_scaling.backward_pass import reached_by
-
-__all__ = ["AutoScale", "reached_by"]
+from autoamp.auto_scaling.auto_scale import AutoScale as AutoScale
+from autoamp.auto_scaling.backward_pass import reached_by as reached_by

@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from autoamp.checkpoints.distributed_state import DistributedState
-
-__all__ = ["DistributedState"]
+from autoamp.checkpoints.distributed_state import DistributedState as DistributedState

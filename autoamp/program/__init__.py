@@ -5,8 +5,6 @@ The only package that patches attributes of torch that are on no cast list, and 
 
 from __future__ import annotations
 
-from autoamp.program.events import Subscriber
-from autoamp.program.hooks import listen
-from autoamp.program.program import Program
-
-__all__ = ["Program", "Subscriber", "listen"]
+from autoamp.program.events import Subscriber as Subscriber
+from autoamp.program.hooks import listen as listen
+from autoamp.program.program import Program as Program

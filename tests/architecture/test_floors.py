@@ -76,6 +76,7 @@ def exported(module: str) -> set[str] | None:
     file, names = ROOT.joinpath(*module.split("."), "__init__.py"), set()
     if not file.is_file():
         return None
+    names: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names.update(ast.literal_eval(node.value))
