@@ -224,10 +224,10 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
         runtime.models.cast(model, kind, keep_norms=level.keep_batchnorm_fp32, kept=kept)
         for part, is_fp32 in borders.items():
             inside = (torch.float32, kind) if is_fp32 else (kind, torch.float32)
-            runtime.models.set_forward_dtypes(part, ForwardDtypes(*inside))
+            runtime.models.forward_dtypes.replace(part, ForwardDtypes(*inside))
         kind = torch.float32 if model in kept else kind
         has_doubles = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
         buffers = BufferWrites() if level.casts_models else None
         dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, not has_doubles, buffers)
     if dtypes != ForwardDtypes():
-        runtime.models.set_forward_dtypes(model, dtypes)
+        runtime.models.forward_dtypes.replace(model, dtypes)

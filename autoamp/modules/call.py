@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from autoamp.casting import CastState
+from autoamp.casting import CastState, Token
 from autoamp.modules.half_models import ForwardDtypes
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
@@ -78,8 +78,8 @@ class ModuleCalls(Subscriber):
                     refresh_params()
                 if recorder.wants_call():
                     is_kept, record = True, recorder.begin(self, args, kwargs)
-            tag, tokens, look, keeps_casts, widens = forward_dtypes.find(self), [], None, False, False
-            dtypes = None if tag is None else forward_dtypes.values[tag]
+            tokens: list[Token] = []
+            dtypes, look, keeps_casts, widens = forward_dtypes.get(self), None, False, False
             try:
                 try:
                     if dtypes is not None:

@@ -77,7 +77,7 @@ class CastModels(Subscriber):
     Attributes:
         originals: By ``id(parameter)`` the fp32 values that parameters had before they were cast, from which masters
             are made. Cleared when the optimizers have their masters.
-        forward_dtypes: In which dtypes models take inputs and give outputs, by tag.
+        forward_dtypes: In which dtypes models take inputs and give outputs, at each call and at those of copies.
         halves: The models that are in half precision.
     """
 
@@ -152,13 +152,6 @@ class CastModels(Subscriber):
         fit_state(optimizer)
         self._optimizers.add(optimizer)
 
-    def set_forward_dtypes(self, model: Module, dtypes: ForwardDtypes) -> None:
-        """Cast what goes into and comes out of a model, at each of its calls and at those of its later copies."""
-        inherited = self.forward_dtypes.find(model)
-        if inherited is not None:
-            self.forward_dtypes.remove(inherited, model)
-        self.forward_dtypes.give(model, dtypes)
-
     @property
     def is_listening(self) -> bool:
         """Whether there are models, or copies of them."""
@@ -185,10 +178,8 @@ class CastModels(Subscriber):
 
     def _involves_halves(self, module: Module) -> bool:
         """Whether a module is or has a half model or a copy of one, or is a part of a half model."""
-        tags = map(self.forward_dtypes.find, module.modules())
-        if any(self.forward_dtypes.values[tag].inputs in HALF_DTYPES for tag in tags if tag is not None):
-            return True
-        return self.is_half(module)
+        given = map(self.forward_dtypes.get, module.modules())
+        return any(one is not None and one.inputs in HALF_DTYPES for one in given) or self.is_half(module)
 
     def around_state_dict(self, original: Any) -> Any:
         """Return what gives the fp32 values of half models."""

@@ -19,6 +19,8 @@ from autoamp.patching import explain_missing, resolve, spelled_out
 from autoamp.rules import ModulePrecision, ModuleRule, fail, located
 
 _GLOB = frozenset("*?[")
+# What a module has that was given nothing. None is a precision too: that of the list.
+_ABSENT: Any = object()
 
 
 class Override:
@@ -84,9 +86,9 @@ class ModulePrecisions:
 
     def get(self, module: Module) -> ModulePrecision | None:
         """Return the precision a module was given, None where it runs as the list says."""
-        tag = self._tags.find(module)
-        if tag is not None:
-            return self._tags.values[tag]
+        found = self._tags.get(module, _ABSENT)
+        if found is not _ABSENT:
+            return found
         return self._of_class(type(module)) if self._class_rules else None
 
     def override(self, module: Module, precision: str) -> Override:
@@ -117,7 +119,7 @@ class ModulePrecisions:
             model, wrapped = inner, isinstance(inner, (DataParallel, DistributedDataParallel))
             inner = model.module if wrapped else getattr(model, "_orig_mod", None)
         for module, precision in self._by_path(model, warns=False).items():
-            if self._tags.find(module) is None:
+            if self._tags.get(module, _ABSENT) is _ABSENT:
                 self._tags.give(module, precision)
 
     def fp32_parts(self, model: Module) -> tuple[set[Module], dict[Module, bool]]:

@@ -32,12 +32,12 @@ class _Tag(str):
         return str, (str(self),)
 
 
-def _find_traced(tags: ModuleTags[Any], module: Module) -> str | None:
-    """`ModuleTags.find` for Dynamo, which guards on an attribute that is missing, and on no missing key of a dict."""
+def _get_traced(tags: ModuleTags[Any], module: Module, default: Any = None) -> Any:
+    """`ModuleTags.get` for Dynamo, which guards on an attribute that is missing, and on no missing key of a dict."""
     for tag in reversed(getattr(module, TAGS, ())):
         if tag in tags.values:
-            return str(tag)
-    return None
+            return tags.values[str(tag)]
+    return default
 
 
 class ModuleTags(Generic[T]):
@@ -63,14 +63,19 @@ class ModuleTags(Generic[T]):
         vars(module)[TAGS] = (*vars(module).get(TAGS, ()), tag)
         return key
 
-    @trace_as(_find_traced)
-    def find(self, module: Module) -> str | None:
-        """Return the tag of the last value that a module was given, or the one it is a copy of; None without any."""
+    def replace(self, module: Module, value: T) -> None:
+        """Give a module a value in place of those that it has, be it as a copy."""
+        vars(module)[TAGS] = tuple(tag for tag in vars(module).get(TAGS, ()) if tag not in self.values)
+        self.give(module, value)
+
+    @trace_as(_get_traced)
+    def get(self, module: Module, default: Any = None) -> T | Any:
+        """Return the last value that a module was given, or the one it is a copy of; ``default`` without any."""
         tags: tuple[str, ...] = module.__dict__.get(TAGS, ())
         for tag in reversed(tags):
             if tag in self.values:
-                return tag
-        return None
+                return self.values[tag]
+        return default
 
     def holder(self, tag: str) -> Module | None:
         """Return the module that a tag was given to; None where it is gone, or the tag means nothing any more."""
@@ -81,7 +86,11 @@ class ModuleTags(Generic[T]):
         """Let a tag mean nothing any more, and the module that it was given to, if it is still there, not carry it."""
         module = self.holder(tag)
         if module is not None:
-            self.remove(tag, module)
+            rest = tuple(other for other in vars(module).get(TAGS, ()) if other != tag)
+            if rest:
+                vars(module)[TAGS] = rest
+            else:
+                vars(module).pop(TAGS, None)
         self.values.pop(tag, None)
         self._holders.pop(tag, None)
         self.any = bool(self.values)
@@ -91,11 +100,3 @@ class ModuleTags(Generic[T]):
         for tag, holder in list(self._holders.items()):
             if modules is None or holder() in modules:
                 self.take(tag)
-
-    def remove(self, tag: str, module: Module) -> None:
-        """Let a module not carry a tag any more. The module that it is a copy of keeps the tag and its meaning."""
-        rest = tuple(other for other in vars(module).get(TAGS, ()) if other != tag)
-        if rest:
-            vars(module)[TAGS] = rest
-        else:
-            vars(module).pop(TAGS, None)

@@ -55,7 +55,6 @@ class _Failure:
         tensors: The floating tensors on the line that failed, by what they are called there.
         half: Those in half precision.
         rule: The rule on the patched op that failed.
-        is_off: Whether the program has turned casts off around the call.
         root: The half model among the modules.
         fp32: The innermost module that runs in fp32, or without casts, by the list or an override.
         outer: The model whose submodules have the paths of lists.
@@ -70,19 +69,17 @@ class _Failure:
         self.runtime, site = runtime, next(one for one in reversed(frames) if not _is_ours(one))
         files = "".join((type(error).__module__, site.filename, *(one.filename for one in within)))
         self.is_compiled = re.match("torch._dynamo|.*<eval_with_key>.*_dynamo", files) is not None
-        calls = (one for one in frames if one.function == "call" and _is_ours(one, "modules.call"))
-        self.modules = [one.frame.f_locals["self"] for one in calls]
+        calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "modules.call"))
+        self.modules = [frame.f_locals["self"] for frame in calls]
         self.tensors = _tensors_at(site)
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
         self.rule = runtime.patched.rule_on(op)
-        self.is_off = runtime.casts.on_by_default and runtime.casts.local.mode.forced_off
         self.root: Module | None = None
         self.fp32: Module | None = None
-        forward = runtime.models.forward_dtypes
         for module in self.modules:
-            tag = forward.find(module)
-            inputs = None if tag is None else forward.values[tag].inputs
+            dtypes = runtime.models.forward_dtypes.get(module)
+            inputs = None if dtypes is None else dtypes.inputs
             precision = None if self.root is not None else runtime.precisions.get(module)
             if inputs in HALF_DTYPES:
                 self.root, self.fp32 = self.root or module, None
@@ -116,7 +113,7 @@ class _Failure:
 
     def _remedy(self, text: str) -> str:
         inner = next((module for module in reversed(self.modules) if self.paths.get(module)), None)
-        path = self.paths.get(inner, "")
+        path, casts = self.paths.get(inner, ""), self.runtime.casts
         if self.is_compiled:
             return "call the model once without torch.compile, and this note names the module and what mends it"
         if "unscale FP16" in text:
@@ -135,8 +132,10 @@ class _Failure:
                 return f"{path} was added after initialize(): call initialize() when the model is complete"
             if not path:
                 return 'use opt_level="O1", or move these lines to a module of its own, which [modules] keeps in fp32'
-        elif self.is_off or self.has_half_state or not path:
-            return f"{'casts are off around this call; ' if self.is_off else ''}{self._conversion()}"
+        elif casts.on_by_default and casts.local.mode.forced_off:
+            return f"casts are off around this call; {self._conversion()}"
+        elif self.has_half_state or not path:
+            return self._conversion()
         if self.outer in self.runtime.setups:
             return f'keep {path} in fp32 by initialize(..., lists={{"modules": {{"{path}": "fp32"}}}})'
         return f'run it in fp32 by autoamp.current_handle().override(model.get_submodule("{path}"), "fp32")'
