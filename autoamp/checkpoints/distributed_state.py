@@ -91,9 +91,8 @@ class DistributedState:
         handle = current_handle()
         self._marks = handle.state_dict() if self._amp and handle is not None else {}
         if self._marks:
-            state["amp"] = {
-                key: dict(value) if isinstance(value, dict) else value for key, value in self._marks.items()
-            }
+            # Its floats are the same objects: see `_unread`.
+            state["amp"] = copy.deepcopy(self._marks)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -114,13 +113,12 @@ class DistributedState:
         scales = state.get("amp", {})
         if handle is None:
             return
-        ours = handle.state_dict()
         if scales and not _unread(scales, self._marks):
             handle.load_state_dict(scales)
         elif runtime_of(handle).optimizers.loss_scalers.has_dynamic:
             warn_user(
                 "this checkpoint has no state of the loss scalers: the loss scale continues at "
-                f"{ours['loss_scaler0']['loss_scale']:g}, and the first steps may be skipped. Save "
+                f"{handle.state_dict()['loss_scaler0']['loss_scale']:g}, and the first steps may be skipped. Save "
                 "autoamp.DistributedState, or autoamp.state_dict() beside the model, and load that too"
             )
 
@@ -156,13 +154,11 @@ class _Entry:
         name: That of the model's parameter.
         stepped: What is in the optimizer's group: the parameter, or its master.
         group: The group.
-        index: The parameter's place in the optimizer, counted through all groups.
     """
 
     name: str
     stepped: Tensor
     group: dict[str, Any]
-    index: int
 
 
 def _entries(model: Module, optimizer: Any) -> list[_Entry]:
@@ -186,7 +182,7 @@ def _entries(model: Module, optimizer: Any) -> list[_Entry]:
                     f"{tuple(stepped.shape)}, is not a parameter of the model; pass the model whose parameters the "
                     "optimizer steps, and make the optimizer after fully_shard() or parallelize_module()"
                 )
-            found.append(_Entry(names[id(stepped)], stepped, group, len(found)))
+            found.append(_Entry(names[id(stepped)], stepped, group))
     return found
 
 
@@ -244,7 +240,7 @@ def _loadable(model: Module, optimizer: Any, state: Mapping[str, Any], had_state
                 name, _, last = key.removeprefix(prefix).rpartition(".")
                 if name in parts:
                     parts[name][last] = value
-    for entry in entries:
+    for place, entry in enumerate(entries):
         own = by_name[entry.name]
         if had_state is not None and entry.name in had_state and not own:
             raise CheckpointError(
@@ -252,7 +248,7 @@ def _loadable(model: Module, optimizer: Any, state: Mapping[str, Any], had_state
                 "optimizer of the class that it was saved from; nothing was loaded"
             )
         if own and (had_state is None or entry.name in had_state):
-            of_parameters[entry.index] = own
+            of_parameters[place] = own
         elif had_state is not None:
             # What a first step would have added.
             options[entry.name] = {key: options[entry.name][key] for key in options[entry.name] if key in entry.group}
