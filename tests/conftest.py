@@ -182,6 +182,10 @@ def pristine_torch() -> Iterator[None]:
     assert left == listeners, "a listener is left, and hears of the next test's handles"
     hooks = torch.nn.modules.module
     assert not {**hooks._global_forward_pre_hooks, **hooks._global_forward_hooks}, "a hook on all modules is left"
+    # `torch.optim.optimizer` is not to be had as an attribute.
+    steps = sys.modules["torch.optim.optimizer"]
+    held = steps._global_optimizer_pre_hooks, steps._global_optimizer_post_hooks
+    assert held == ({}, {}), "a hook on all optimizers is left"
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     remove_modes(*modes)
     assert not modes, "a mode is left, which intercepts the calls of the next test"

@@ -21,8 +21,6 @@ def test_a_level_in_the_place_of_enabled_is_told_where_it_belongs(level: str) ->
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "level": ({"opt_level": "O4"}, r"opt_level='O4' is unknown; choose 'O0', 'O1', 'O2' or 'O3'"),
-    "level with a zero": ({"opt_level": "02"}, r"opt_level='02' is unknown"),
     "unhashable level": ({"opt_level": ["O1"]}, r"opt_level=\['O1'\] is unknown"),
     "model": ({"models": "model"}, "models takes a torch.nn.Module or a list of them, not a str"),
     "scope": ({"scope": "model"}, "scope='model' is unknown; choose 'global' or 'models'"),

@@ -339,9 +339,7 @@ STRUCTURES: dict[str, tuple[Callable[[], Any], Any]] = {
     "dataclass": (lambda: Batch(ONE, "n", [ONE]), {"data": HALF, "name": str, "parts": [HALF]}),
     "frozen": (lambda: Frozen(ONE, {"k": ONE}), {"data": HALF, "more": {"k": HALF}}),
     "custom": (lambda: Custom(ONE), {"data": HALF}),
-    "custom in a list": (lambda: [Custom(ONE)], [{"data": HALF}]),
     "defaultdict": (lambda: defaultdict(list, a=ONE), {"a": HALF}),
-    "ordered": (lambda: OrderedDict(a=ONE), {"a": HALF}),
     "model output": (lambda: Output(ONE, [ONE]), {"logits": HALF, "hidden": [HALF]}),
     "other": (lambda: "text", str),
 }

@@ -29,18 +29,6 @@ def test_disabled_gives_a_handle_that_does_nothing_and_takes_patches_away(enable
     assert autoamp.current_handle() is None
 
 
-def test_init_patches_and_deactivate_restores() -> None:
-    handle = init()
-    assert autoamp.current_handle() is handle
-    assert runs_in() is HALF
-    handle.deactivate()
-    assert autoamp.current_handle() is None
-    assert not patched()
-    second = init()
-    assert second.is_active()
-    assert not handle.is_active()
-
-
 def test_the_same_arguments_give_the_same_handle() -> None:
     handle = init()
     assert init() is handle

@@ -75,10 +75,6 @@ def fp32_state(x: Tensor, layer: nn.Module) -> Tensor:
     return layer(x[None], torch.zeros(1, x.shape[0], 8))[0][0]  # type: ignore[no-any-return]
 
 
-def fp32_states(x: Tensor, layer: nn.Module) -> Tensor:
-    return layer(x[None], (torch.zeros(1, x.shape[0], 8),) * 2)[0][0]  # type: ignore[no-any-return]
-
-
 def fp32_cell_state(x: Tensor, cell: nn.Module) -> Tensor:
     return cell(x, torch.zeros(x.shape[0], 8))  # type: ignore[no-any-return]
 
@@ -113,22 +109,12 @@ def masked(x: Tensor) -> Tensor:
     return x.clone().masked_scatter_(x > 0, torch.zeros(x.numel()))
 
 
-def attention_mask(x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=torch.zeros(16, 16).double().float())[0]
-
-
 def fp32_ones(x: Tensor, conv: nn.Module) -> Tensor:
     return conv(torch.cat([x[:, None], torch.ones(x.shape[0], 1, 8)], 1)).mean(1)  # type: ignore[no-any-return]
 
 
 def sample(x: Tensor) -> Tensor:
     return F.grid_sample(x[None, None], torch.zeros(1, 16, 8, 2), align_corners=False)[0, 0]
-
-
-def spectrum(x: Tensor) -> Tensor:
-    window = torch.hann_window(8)
-    parts = torch.stft(x.flatten(), 8, return_complex=True, window=window, center=False)
-    return x + parts.abs().mean()
 
 
 def linear() -> nn.Module:
@@ -147,18 +133,15 @@ PROGRAMS: dict[str, tuple[Forward, list[Callable[[], nn.Module]], str]] = {
     "polar": (lambda x: torch.polar(x.abs(), x).real, [], "part"),
     "einsum": (lambda x: torch.einsum("bi,ij->bj", x, torch.eye(8)), [], "part"),
     "rnn": (fp32_state, [lambda: nn.RNN(8, 8)], "part.parts.0"),
-    "lstm": (fp32_states, [lambda: nn.LSTM(8, 8)], "part.parts.0"),
     "gru_cell": (fp32_cell_state, [lambda: nn.GRUCell(8, 8)], "part.parts.0"),
     "router": (router_of_fp32, [lambda: nn.Linear(8, 2), linear, linear], "part.parts.0"),
     "index_add": (softmax_in_fp32, [lambda: nn.Linear(8, 2), linear, linear], "part"),
     "scatter_add": (scatter_into_fp32, [], "part"),
     "index_put": (write_into_fp32, [], "part"),
     "masked_scatter": (masked, [], "part"),
-    "attention": (attention_mask, [], "part"),
     "conv": (fp32_ones, [lambda: nn.Conv1d(2, 4, 3, padding=1)], "part.parts.0"),
     "grid_sample": (sample, [], "part"),
     "fp32 result": (lambda x: x.float() * 2, [], "last"),
-    "stft": (spectrum, [], "last"),
     "numpy": (lambda x: x * float(x.detach().numpy().max()), [], "part"),
 }
 
@@ -178,8 +161,7 @@ PROGRAMS["checkpoint"] = (
     "part",
 )
 
-RUN = {("view_as_complex", torch.float16), ("attention", torch.float16), ("attention", torch.bfloat16)}
-RUN |= {("stft", torch.float16), ("stft", torch.bfloat16), ("numpy", torch.float16)}
+RUN = {("view_as_complex", torch.float16), ("numpy", torch.float16)}
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -398,8 +380,6 @@ OTHERS: dict[str, Forward] = {
     "numpy": lambda x: x.numpy(),
     "memory": raised("CUDA out of memory. Tried to allocate 2.00 GiB", torch.OutOfMemoryError),
     "device": raised("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
-    "cuda": raised("CUDA error: device-side assert triggered"),
-    "nccl": raised("NCCL communicator was aborted on rank 1"),
     "stop": raised("", StopIteration),
 }
 

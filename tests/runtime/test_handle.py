@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
 import weakref
 from collections.abc import Callable
@@ -66,18 +65,6 @@ def test_deactivate_within_a_block_leaves_true_gradients(training: Training, han
         handle.deactivate()
     torch.testing.assert_close(training.model.weight.grad, wanted, rtol=1e-2, atol=1e-3)
     training.optimizer.step()
-
-
-def test_no_hook_of_an_optimizer_stays() -> None:
-    # `torch.optim.optimizer` is not to be had as an attribute.
-    optimizer_module = importlib.import_module("torch.optim.optimizer")
-    hooks = optimizer_module._global_optimizer_pre_hooks, optimizer_module._global_optimizer_post_hooks
-    before = [list(held) for held in hooks]
-    for _ in range(3):
-        handle = init()
-        steps(handle, Training(), 1.0)
-        handle.deactivate()
-        assert [list(held) for held in hooks] == before
 
 
 def test_optimizers_and_models_can_be_dropped_while_the_handle_stays(
@@ -316,10 +303,6 @@ def test_disabled_diagnostics_find_nothing_and_followers_step(training: Training
     end = handle.follow(lambda: stepped.append(1))
     training.optimizer.step()
     end()
-    training.optimizer.step()
-    assert stepped == [1]
-    handle.follow(lambda: stepped.append(2))
-    handle.deactivate()
     training.optimizer.step()
     assert stepped == [1]
 
