@@ -51,17 +51,13 @@ class _PackedLinear(_Packed):
     """A linear layer. A small weight is cast and not packed: torch's own op is called with the casts at once.
 
     Args:
-        op: The op.
         parameters: The weight, and the bias where there is one.
         narrowed: Their casts, in the same order.
         args: The arguments of the op's first call.
     """
 
-    def __init__(
-        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
         self.parameters = parameters
-        self._op = op
         self._weight, self._bias = narrowed[0], narrowed[1] if len(narrowed) > 1 else None
         self._packed = mkldnn.reorder_linear(self._weight) if self._weight.numel() > _SMALLEST else None
 
@@ -76,7 +72,7 @@ class _PackedLinear(_Packed):
         has_its_bias = len(weights) < 2 or weights[1].shape == weights[0].shape[:1]
         return mkldnn.linear is not None and weights[0].dim() == 2 and has_its_bias
 
-    def run(self, args: tuple[Any, ...]) -> Any:
+    def run(self, linear: Any, args: tuple[Any, ...]) -> Any:
         """Return ``linear`` of the first argument, of shape ``(..., in_features)``."""
         x = args[0]
         if self._packed is None:
@@ -84,7 +80,7 @@ class _PackedLinear(_Packed):
             is_plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.layout is torch.strided
             if not is_plain or is_any_autocast_enabled() or tracing_state() is not None:
                 return NotImplemented
-            return self._op(x.bfloat16(), self._weight, self._bias)
+            return linear(x.bfloat16(), self._weight, self._bias)
         if not _may_call_onednn(x) or x.shape[-1:] != self._weight.shape[1:]:
             return NotImplemented
         return mkldnn.linear(x.bfloat16(), self._packed, self._bias, "none", [], "")
@@ -94,15 +90,12 @@ class _PackedLSTM(_Packed):
     """An LSTM of one or more layers, of one direction or two: as `torch.lstm` runs it, with packed weights.
 
     Args:
-        op: The op, `torch.lstm`.
         parameters: The weights and biases of all layers.
         narrowed: Their casts, in the same order.
         args: The arguments of the op's first call.
     """
 
-    def __init__(
-        self, op: Any, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, parameters: tuple[Parameter, ...], narrowed: list[Tensor], args: tuple[Any, ...]) -> None:
         self.parameters = parameters
         x, directions = args[0], 1 + bool(args[7])
         self._columns, self._width = narrowed[0].shape[1], narrowed[1].shape[1]
@@ -146,7 +139,7 @@ class _PackedLSTM(_Packed):
                 return False
         return True
 
-    def run(self, args: tuple[Any, ...]) -> Any:
+    def run(self, lstm: Any, args: tuple[Any, ...]) -> Any:
         """Return what `torch.lstm` returns; NotImplemented where shapes do not fit.
 
         The input is ``(length, batch, columns)``, or with ``batch_first`` ``(batch, length, columns)``; both states
@@ -198,10 +191,10 @@ def build_packed(op: Any, casts: CastState) -> Callable[[tuple[Any, ...], dict[s
         # A weight may serve several ops, or one with several biases: the first that it was packed for is served.
         layer: Any = pin.layer
         if layer is None and _may_call_onednn(args[0]):
-            layer = _packed(cache, op, weights, args)
+            layer = _packed(cache, kind, weights, args)
         if type(layer) is not kind or len(weights) != len(layer.parameters):
             return NotImplemented
-        return layer.run(args) if all(map(operator.is_, weights, layer.parameters)) else NotImplemented
+        return layer.run(op, args) if all(map(operator.is_, weights, layer.parameters)) else NotImplemented
 
     return call
 
@@ -223,20 +216,20 @@ def _may_call_onednn(x: Any) -> bool:
     )
 
 
-def _packed(cache: CastCache, op: Any, weights: tuple[Any, ...], args: tuple[Any, ...]) -> _Packed | None:
+def _packed(cache: CastCache, kind: Any, weights: tuple[Any, ...], args: tuple[Any, ...]) -> _Packed | None:
     """Cast and pack the weights of a layer, and keep that with the first one's pin; None where that cannot be."""
     pins: list[Any] = [cache.pins.get(id(weight)) for weight in weights]
     plain = all(
         type(weight) is Parameter and weight.dtype is torch.float32 and weight.layout is torch.strided
         for weight in weights
     )
-    layer, kind = _Packed(), PACKED[op]
+    layer = _Packed()
     packs = torch.backends.mkldnn.is_available() and mkldnn.has_bf16()
     if packs and None not in pins and plain and kind.fits(weights, args):
         narrowed = [cast_for_any_mode(weight, Tensor.bfloat16) for weight in weights]
         if all(is_cacheable(one) and one.is_cpu and one.numel() > 0 for one in narrowed):
             with torch.inference_mode(False), torch.no_grad():
-                layer = kind(op, weights, narrowed, args)
+                layer = kind(weights, narrowed, args)
     with cache.lock:
         # Another thread may have ended the promise meanwhile.
         if any(cache.pins.get(id(weight)) is not pin for weight, pin in zip(weights, pins, strict=True)):
