@@ -76,7 +76,7 @@ class _PackedLinear(_Packed):
         """Return ``linear`` of the first argument, of shape ``(..., in_features)``."""
         x = args[0]
         if self._packed is None:
-            # Who intercepts torch's op gets it. A trace would have the casts as constants.
+            # Modes see torch's own op here. `torch.jit.trace` would record the casts as constants.
             is_plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.layout is torch.strided
             if not is_plain or is_any_autocast_enabled() or tracing_state() is not None:
                 return NotImplemented
@@ -122,7 +122,7 @@ class _PackedLSTM(_Packed):
         x, states, weights, has_biases, layers, dropout, training, bidirectional, _ = args
         fits = has_biases and not (dropout and training) and len(weights) == _TENSORS * layers * (1 + bidirectional)
         tensors = (x, *states)
-        plain = all(one.dim() == 3 and _may_call_onednn(one) for one in tensors)
+        plain = all(_may_call_onednn(one) and one.dim() == 3 for one in tensors)
         return tuple(weights) if fits and plain else ()
 
     @staticmethod

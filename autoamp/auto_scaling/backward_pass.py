@@ -196,8 +196,9 @@ class ScaledPass:
                 for guard in self.owners.get(id(leaf), ()):
                     guard.pending.checked.note([leaf])
         self._passed_on.clear()
-        # The guards have the checks of this pass, and through them the pass itself.
+        # The guards have the check, and the check has this pass: no cycle stays.
         self._arrivals, self._inner, self.owners = {}, {}, {}
+        del self._check
 
 
 class OurHook(functools.partial[Any]):

@@ -159,7 +159,7 @@ class CastModels(Subscriber):
 
     @torch.no_grad()
     def let_go(self, modules: Container[Module] | None = None) -> None:
-        """Cast the half models among these modules, by default all, back to fp32; leave inputs and outputs alone.
+        """Cast the half models among these modules, by default all, back to fp32, and what they take and give no more.
 
         The optimizers must step the models' own parameters again by then.
         """

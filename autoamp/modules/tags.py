@@ -64,7 +64,7 @@ class ModuleTags(Generic[T]):
         return key
 
     def replace(self, module: Module, value: T) -> None:
-        """Give a module a value in place of those that it has, be it as a copy."""
+        """Give a module a value in place of all that it has; what it has as a copy stays that of its original."""
         vars(module)[TAGS] = tuple(tag for tag in vars(module).get(TAGS, ()) if tag not in self.values)
         self.give(module, value)
 
