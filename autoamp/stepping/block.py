@@ -10,9 +10,6 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
-from torch import Tensor
-
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, unscale_
 from autoamp.stepping.guard import StepGuard
@@ -61,29 +58,30 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
         UsageError: One of the optimizers is in a block already.
     """
     guards = tuple(dict.fromkeys(guards))
-    scale, added_to = _open(guards, scaler)
+    # Asked for once: the program may set the scale within the block.
+    checks, scale = scaler.checks, _open(guards, scaler)
     open_blocks.open.number += 1
     try:
         try:
             yield scale
         except BaseException:
             # The program may catch the exception and step all the same: not with inf and nan.
-            _leave(guards, added_to, scaler, scale, not is_same_scale(scale, 1.0), warns=False)
+            _leave(guards, scaler, scale, checks, warns=False)
             raise
         if delay_unscale:
             for guard in guards:
                 guard.grads.collect()
-                guard.leave_block(scale, delayed=scaler if scaler.checks else None)
+                guard.leave_block(scale, delayed=scaler if checks else None)
         else:
-            _leave(guards, added_to, scaler, scale, scaler.checks, warns=True)
+            _leave(guards, scaler, scale, checks, warns=True)
     finally:
         open_blocks.open.number -= 1
         for guard in guards:
             guard.in_block = False
 
 
-def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[StepGuard]]:
-    """Bring the gradients that are there to the scale of the block. Returns it, and ``added_to`` as in `_check`."""
+def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
+    """Bring the gradients that are there to the scale of the block, and return that."""
     for guard in guards:
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
@@ -93,9 +91,6 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
         guard.pending.resolve_dropped_grads()
         if not scaler.checks or not guard.grads.has_any():
             guard.pending.finish_delayed()
-        if len(guards) > 1:
-            # What the program wrote since concerns one optimizer, and not the others of this block.
-            guard.pending.look_before_block()
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_without_sync()
     seen: set[int] = set()
@@ -105,76 +100,29 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> tuple[Scale, list[
         seen.update(map(id, params))
         if params and not is_same_scale(guard.grads.scale, scale):
             scale_(params, scale_ratio(scale, guard.grads.scale))
-    added_to = [guard for guard in guards if guard.grads.has_any()] if len(guards) > 1 else []
     for guard in guards:
         if guard.masters is not None:
             guard.masters.before_backward()
         guard.grads.scale, guard.in_block = scale, True
-    return scale, added_to
+    return scale
 
 
-def _leave(
-    guards: Sequence[StepGuard],
-    added_to: Sequence[StepGuard],
-    scaler: LossScaler,
-    scale: Scale,
-    checks: bool,
-    *,
-    warns: bool,
-) -> None:
-    """Unscale and check, and leave a check with every optimizer that has gradients."""
+def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
+    """Unscale and check the gradients of all guards. Nothing waits for the device.
+
+    The check concerns every optimizer that has gradients: none of them may step by a loss that overflowed for another.
+    """
     for guard in guards:
         guard.grads.collect()
-    present = [guard.grads.has_any() for guard in guards]
-    found: Sequence[OverflowCheck | None] = [None] * len(guards)
-    if checks and any(present):
-        found = _check(guards, added_to, scaler, scale)
-    for guard, has_gradients, check in zip(guards, present, found, strict=True):
-        if has_gradients:
-            guard.leave_block(1.0, check)
-        else:
-            is_shared = guard.pending.group is not None
-            if warns and not is_shared:
-                warn_without_gradients(guard.name, guard.grads.params())
-            # Ranks of a group reduce the flags of all: a rank without gradients has found nothing.
-            guard.leave_block(1.0, OverflowCheck(scaler, scale, ()) if checks and is_shared else None)
+    check = None
+    if checks:
+        params = [param for guard in guards for param in guard.grads.params()]
+        check = OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))
+    for guard in guards:
+        # Ranks of a group reduce the flags of all: one without gradients takes part.
+        is_concerned = guard.grads.has_any() or guard.pending.group is not None
+        if warns and not is_concerned:
+            warn_without_gradients(guard.name, guard.grads.params())
+        guard.leave_block(1.0, check if is_concerned else None)
         if checks:
             guard.pending.block_ended(scaler, scale)
-
-
-def _check(
-    guards: Sequence[StepGuard], added_to: Sequence[StepGuard], scaler: LossScaler, scale: Scale
-) -> list[OverflowCheck]:
-    """Unscale the gradients of all guards, and return a check for each of them. Nothing waits for the device.
-
-    An overflow concerns all optimizers of the block. But inf that was in a gradient before concerns those alone that
-    step by this gradient: it says nothing of the loss of this block.
-
-    Args:
-        guards: Of the block's optimizers.
-        added_to: Those of them that had gradients before the block, where there are several guards.
-        scaler: Of the block.
-        scale: Of the block.
-    """
-    if not added_to:
-        params = [param for guard in guards for param in guard.grads.params()]
-        return [OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))] * len(guards)
-    owners: dict[int, tuple[Tensor, list[StepGuard]]] = {}
-    for guard in guards:
-        for param in guard.grads.params():
-            owners.setdefault(id(param), (param, []))[1].append(guard)
-    by_owners: dict[tuple[StepGuard, ...], list[Tensor]] = {}
-    for param, steppers in owners.values():
-        by_owners.setdefault(tuple(steppers), []).append(param)
-    of_block, of_guard = list[Tensor](), {guard: list[Tensor]() for guard in guards}
-    for group, params in by_owners.items():
-        for flag in unscale_(params, scale, scaler.unread.blank):
-            before = [guard.pending.earlier_flag(flag.device) for guard in group]
-            # One of them is enough: only its check tells of inf in what they share.
-            of_block.append(torch.where(torch.stack(before).amax() != 0, 0.0, flag))
-            for guard in group:
-                of_guard[guard].append(flag)
-    checks: list[OverflowCheck] = []
-    for own in of_guard.values():
-        checks.append(OverflowCheck(scaler, scale, [*own, *of_block], earlier=checks[0] if checks else None))
-    return checks

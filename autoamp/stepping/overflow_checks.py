@@ -135,8 +135,6 @@ class PendingChecks:
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
-        # Flags of what the program had written to gradients before a block of several optimizers.
-        self._before_block: Sequence[Tensor] = ()
         # Who agrees on steps, with the meshes and the request that it was found for.
         self._known: tuple[list[Any], RequestedGroup | None, SyncGroup | None] | None = None
 
@@ -229,16 +227,6 @@ class PendingChecks:
             self.recheck()
         read_checks(self.checks)
         return any(check.overflowed for check in self.checks) if self.checks else None
-
-    def earlier_flag(self, device: torch.device) -> Tensor:
-        """Return a flag without dimensions on a device: not 0 where gradients may have held inf before a block.
-
-        That is what pending checks say, or those of the last step without any, and `look_before_block`. Waits for
-        nothing.
-        """
-        flags = [flag for check in self.checks or self.resolved for flag in check.flags]
-        flags = [flag.to(device, non_blocking=True).view(()) for flag in (*flags, *self._before_block)]
-        return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell every scaler among them once, and return the check to blame, if any.
@@ -342,11 +330,6 @@ class PendingChecks:
             if found:
                 last = self.checks[-1]
                 self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
-
-    def look_before_block(self) -> None:
-        """Look at those gradients that nobody checked as they are before a block adds to them."""
-        delayed = self._grads.delayed is not None
-        self._before_block = () if delayed else self._look(self.checked.unchecked(self._grads.params()))
 
     def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return flags that tell whether gradients, which are not scaled, have inf or nan."""

@@ -170,11 +170,10 @@ class World:
                 self.found[number].clear()
         self.loss(action).backward()
         overflowed = action.overflows and not set(named).isdisjoint(action.models)
+        # A block looks at all gradients of its optimizers; a pass looks at what it adds, and the step at the sum.
+        stale = any(grad is not None and not grad.isfinite().all() for number in named for grad in before[number])
         for number in named:
             if any(param.grad is not None for param in self.params(number)):
-                # Inf that was there before says nothing of this loss, but this optimizer does not step by it. A pass
-                # looks at what it adds, and the step at the sum.
-                stale = any(grad is not None and not grad.isfinite().all() for grad in before[number])
                 self.found[number].append(overflowed or (stale and not auto))
                 self.was_checked[number] = True
         for number in action.models:
