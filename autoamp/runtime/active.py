@@ -14,7 +14,6 @@ from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.stepping import announce
 
 activated: list[Callable[[Handle], object]] = []
 """Called with a handle whose patches were put in place: by `init`, `initialize` or at the beginning of a region."""
@@ -65,8 +64,6 @@ class ActiveHandles:
             before = self.handle or self.base
             self._switch(handle if isinstance(handle, Handle) else None)
             self._base = handle
-            if handle is not None:
-                announce(on=isinstance(handle, Handle))
             if before is not None:
                 before.deactivate()
 

@@ -24,7 +24,6 @@ from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizers import GuardedOptimizers, OptimizerSteps, clip_grad_norm_, wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
-from autoamp.stepping.rank_consistency import announce
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
 from autoamp.stepping.skips import Skips, Step, StepOwner
@@ -39,7 +38,6 @@ __all__ = [
     "Step",
     "StepGuard",
     "StepOwner",
-    "announce",
     "as_list",
     "check_half_model",
     "check_half_norms",

@@ -1,6 +1,6 @@
 """Compares the settings of ranks that train together, once, at the first step, through the process group's store.
 
-A rank with autoamp off would leave a collective waiting for ever. So each rank writes what it has into the key-value
+A rank without autoamp would leave a collective waiting for ever. So each rank writes what it has into the key-value
 store by which the process group was made, and the lowest rank reads and compares. No collective is made, and whoever
 does not answer is named once the time is up. The first rank writes its verdict there, and all raise the same error.
 """
@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,12 +21,10 @@ from torch import Tensor
 from autoamp.errors import UsageError
 from autoamp.scaling import meshes_of
 from autoamp.stepping.links import master_of
-from autoamp.stepping.replicas import kept_equal, living_wrappers, several_processes
+from autoamp.stepping.replicas import kept_equal, living_wrappers
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0
-_PREFIX = "autoamp"
-_OFF = "1"
 
 
 def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int, ...]]:
@@ -45,23 +42,6 @@ def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int
     return [ranks for ranks in dict.fromkeys(tuple(sorted(one)) for one in found) if len(ranks) > 1]
 
 
-def announce(*, on: bool) -> None:
-    """Tell the other ranks, if there are any, that autoamp is off on this one, or withdraw that."""
-    store = _store()
-    # The rank that has the store may have stopped.
-    with contextlib.suppress(RuntimeError):
-        if store is not None and _is_off(store, dist.get_rank()) is on:
-            store.set(_off(dist.get_rank()), "" if on else _OFF)
-
-
-def _off(rank: int) -> str:
-    return f"{_PREFIX}/off/{rank}"
-
-
-def _is_off(store: Any, rank: int) -> bool:
-    return bool(store.check([_off(rank)]) and store.get(_off(rank)).decode() == _OFF)
-
-
 def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:
     """Compare the settings of ranks, all of which call this, once in the life of their process group.
 
@@ -71,12 +51,14 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
         rules: The policy of each target.
 
     Raises:
-        UsageError: A rank has other settings, has autoamp off, or gave no sign in time. It is named.
+        UsageError: A rank has other settings, or gave no sign in time. It is named.
     """
-    store = _store()
+    store: Any = None
+    # No process group, or one whose store torch does not give.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     if store is None:
         return
-    announce(on=True)
     own = dist.get_rank()
     places = {_place(ranks): ranks for ranks in sets}
     # An earlier handle has compared the others.
@@ -94,7 +76,7 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
         root, verdict = min(ranks), verdicts.get(place)
         if verdict is None:
             # The first rank says within its own patience who is missing.
-            is_there = _awaited(store, [f"{place}/verdict"], [root], factor=1.25)
+            is_there = _awaited(store, [f"{place}/verdict"], factor=1.25)
             verdict = store.get(f"{place}/verdict").decode() if is_there else _no_answer([root], own)
         if verdict:
             raise UsageError(verdict)
@@ -103,45 +85,21 @@ def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules
 def _place(ranks: Sequence[int]) -> str:
     # Torchrun may keep a store when it starts processes anew.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"{_PREFIX}/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+    return f"autoamp/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
 
 
-def _store() -> Any:
-    """Return the store of the default process group; None where there is no other rank, or torch does not give it."""
-    if not several_processes():
-        return None
-    with contextlib.suppress(AttributeError, RuntimeError):
-        world: Any = dist.group.WORLD
-        return world.get_group_store()
-    return None
-
-
-def _awaited(store: Any, keys: Sequence[str], ranks: Sequence[int], factor: float = 1.0) -> bool:
-    """Wait for keys. Returns whether they came; not if a rank says that autoamp is off there, and goes on saying so."""
-    were_off: set[int] = set()
-    end = time.monotonic() + factor * min(_PATIENCE, store.timeout.total_seconds())
-    while time.monotonic() < end:
-        with contextlib.suppress(RuntimeError):
-            store.wait(list(keys), timedelta(seconds=max(0.01, min(2.0, end - time.monotonic()))))
-            return True
-        off = {rank for rank in ranks if _is_off(store, rank)}
-        # It may be about to be on: from one init() to the next ranks differ for a moment.
-        if off & were_off:
-            return False
-        were_off = off
+def _awaited(store: Any, keys: Sequence[str], factor: float = 1.0) -> bool:
+    """Wait for keys. Returns whether they came."""
+    patience = timedelta(seconds=factor * min(_PATIENCE, store.timeout.total_seconds()))
+    with contextlib.suppress(RuntimeError):
+        store.wait(list(keys), patience)
     return bool(store.check(list(keys)))
 
 
 def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
     """Return how ranks differ, as a message; an empty one where they agree."""
     keys = {rank: f"{place}/{rank}" for rank in ranks}
-    if not _awaited(store, list(keys.values()), ranks):
-        off = [rank for rank in ranks if _is_off(store, rank)]
-        if off:
-            return (
-                f"autoamp is off on {_named(off)} (enabled=False) and on elsewhere; all ranks that train together "
-                "need the same call of initialize() or init()"
-            )
+    if not _awaited(store, list(keys.values())):
         return _no_answer([rank for rank in ranks if not store.check([keys[rank]])], dist.get_rank())
     known = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
     for name in known[ranks[0]] | known[ranks[-1]]:
@@ -157,8 +115,9 @@ def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
 def _no_answer(missing: Sequence[int], own: int) -> str:
     return (
         f"{_named(missing)} sent nothing at the first step, and rank {own} waits for it: autoamp is not active "
-        "there, or the rank hangs or takes no step. All ranks that train together need the same calls of "
-        "initialize() or init(), and of sync_over() where there is one, and step the same number of times"
+        "there (enabled=False, say), or the rank hangs or takes no step. All ranks that train together need the "
+        "same calls of initialize() or init(), and of sync_over() where there is one, and step the same number of "
+        "times"
     )
 
 
