@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from autoamp.fp16_utils.checkpoints import flag, load_or_restore, matched
 from autoamp.program import Subscriber
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, scaled_loss
-from autoamp.stepping import MasterWeights, ScalesItself, StepGuard, StepOwner, is_optimizer, scaled_block
+from autoamp.stepping import MasterWeights, ScalesItself, StepGuard, StepOwner, is_optimizer, joint_norm, scaled_block
 
 _NO_COPY = (
     "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "
@@ -205,27 +204,21 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
         Args:
             max_norm: The limit of the norm.
-            norm_type: The p of the p-norm; ``inf`` is allowed.
+            norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
 
         Returns:
-            The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped.
+            The norm before clipping, or -1.0 if the gradients overflowed and nothing was clipped. If fp32 does not hold
+            it, it is inf, and the gradients are 0, as with `torch.nn.utils.clip_grad_norm_`.
+
+        Raises:
+            UsageError: ``norm_type`` is not above 0.
         """
-        self.update_master_grads()
-        if self._guard.pending.group is not None:
-            powered = self._guard.norm(float(norm_type))
-            if self.overflow:
-                return -1.0
-            whole = powered if norm_type == torch.inf else powered ** (1.0 / norm_type)
-            self._guard.pending.clip(whole, max_norm)
-            return float(whole)
+        self._guard.owner.refuse_scaled(self._guard)
+        norm = joint_norm([self._guard], norm_type)
         if self.overflow:
             return -1.0
-        # By torch's function: a norm too large for fp32 makes the gradients 0, and any p is allowed.
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type))
-        if math.isfinite(norm) and math.isfinite(max_norm):
-            self._guard.pending.checked.note(parameters)
-        return norm
+        self._guard.pending.clip(norm, max_norm)
+        return float(norm)
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
         """Let all ranks of a process group agree on each step; see `autoamp.Handle.sync_over`.

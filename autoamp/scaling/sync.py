@@ -253,14 +253,17 @@ def powered_norm(params: Sequence[Tensor], group: SyncGroup | None, norm_type: f
 def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Multiply gradients in place by ``max_norm / (norm + 1e-6)`` where that is below 1.
 
-    That is the rule of `torch.nn.utils.clip_grad_norm_`. A norm that is inf or nan leaves them.
+    That is the rule of `torch.nn.utils.clip_grad_norm_`: a norm that fp32 does not hold makes finite gradients 0. If
+    the norm is nan, gradients are unchanged.
 
     Args:
         params: Those whose gradients are meant.
         norm: The norm of all of them, without dimensions.
         max_norm: The highest norm.
     """
-    factor = torch.where(norm.isfinite(), torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0)
+    if max_norm == math.inf:
+        return
+    factor = torch.where(norm.isnan(), 1.0, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     distinct = {id(param.grad): param.grad for param in params if param.grad is not None}
     for (device, dtype), grads in grouped_by_kind(map(local_of, distinct.values())).items():
         torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))

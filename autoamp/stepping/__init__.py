@@ -22,7 +22,7 @@ from autoamp.stepping.links import (
 )
 from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizers import GuardedOptimizers, OptimizerSteps, clip_grad_norm_, wrap_optimizer
+from autoamp.stepping.optimizers import GuardedOptimizers, OptimizerSteps, clip_grad_norm_, joint_norm, wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
@@ -46,6 +46,7 @@ __all__ = [
     "fit_state",
     "has_written_masters",
     "is_optimizer",
+    "joint_norm",
     "living_optimizers_and_modules",
     "load_master",
     "master_of",

@@ -126,15 +126,6 @@ class StepGuard:
         self.grads.scale, self.grads.delayed = scale, delayed
         self.pending.note(check)
 
-    # -- clipping --
-
-    def norm(self, norm_type: float) -> Tensor:
-        """Return the power of the norm of true gradients that `PendingChecks.norm` does."""
-        self.grads.collect()
-        self.pending.finish_delayed()
-        self.pending.unscale_added_params()
-        return self.pending.norm(norm_type)
-
     def overflowed(self) -> bool:
         """Whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
         found = self.pending.overflowed()

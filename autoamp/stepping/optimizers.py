@@ -360,9 +360,6 @@ def wrap_optimizer(
 
 def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
     """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
-    norm_type = float(norm_type)
-    # Raises here, before anything is changed, for what is no type of a norm.
-    none = total_norm((), norm_type)
     guards = [registry.guard(optimizer) for optimizer in as_list(optimizers)]
     for guard in guards:
         if guard.in_block:
@@ -374,11 +371,24 @@ def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: floa
         registry.refuse_scaled(guard)
         # Before anything is agreed on.
         registry.compare_settings(guard)
-    norms = [guard.norm(norm_type) for guard in guards]
-    if not norms:
-        return none
-    every = torch.stack([norm.to(norms[0].device) for norm in norms])
-    norm = every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)
+    norm = joint_norm(guards, norm_type)
     for guard in guards:
         guard.pending.clip(norm, max_norm)
     return norm
+
+
+def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
+    """Return the norm of the true gradients of all guards together, over all ranks that agree on their steps."""
+    norm_type = float(norm_type)
+    # Raises here, before anything is changed, for what is no type of a norm.
+    none = total_norm((), norm_type)
+    norms: list[Tensor] = []
+    for guard in guards:
+        guard.grads.collect()
+        guard.pending.finish_delayed()
+        guard.pending.unscale_added_params()
+        norms.append(guard.pending.norm(norm_type))
+    if not norms:
+        return none
+    every = torch.stack([norm.to(norms[0].device) for norm in norms])
+    return every.amax() if norm_type == torch.inf else every.sum() ** (1.0 / norm_type)

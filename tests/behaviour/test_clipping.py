@@ -33,6 +33,16 @@ def test_gradients_that_overflowed_are_not_clipped_and_the_step_is_skipped() -> 
     assert (training.weight, training.handle.skipped_steps) == (1.0, 1)
 
 
+def test_gradients_whose_norm_is_too_large_for_fp32_are_clipped_to_zero_as_in_torch() -> None:
+    training = Training(started())
+    training.backward(3.0)
+    weight = training.model.weight
+    weight.grad = torch.full_like(weight, 1e25)
+    assert float(training.handle.clip_grad_norm_(training.optimizer, max_norm=1.0)) == torch.inf
+    training.optimizer.step()
+    assert (training.weight, training.grad, training.handle.skipped_steps) == (1.0, 0.0, 0)
+
+
 def test_clipping_inside_the_block_is_an_error_and_torchs_a_warning() -> None:
     training = Training(started())
     loss = training.loss()

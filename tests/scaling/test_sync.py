@@ -138,11 +138,13 @@ def test_the_norm_before_its_root_is_taken(norm_type: float, expected: float) ->
     assert float(powered_norm(with_gradients()[2:], None, norm_type)) == 0.0
 
 
-@pytest.mark.parametrize("norm", [5.0, 0.5, math.inf, math.nan])
-def test_clipping_multiplies_where_the_norm_is_too_high_and_finite(norm: float) -> None:
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "factor"),
+    [(5.0, 1.0, 0.2), (0.5, 1.0, 1.0), (math.inf, 1.0, 0.0), (math.nan, 1.0, 1.0), (math.inf, math.inf, 1.0)],
+)
+def test_clipping_multiplies_where_the_norm_is_too_high(norm: float, max_norm: float, factor: float) -> None:
     params = with_gradients()
-    clip_([*params, params[0]], torch.tensor(norm), 1.0)
-    factor = 1.0 / 5.0 if norm == 5.0 else 1.0
+    clip_([*params, params[0]], torch.tensor(norm), max_norm)
     assert [param.grad.sum().item() for param in params[:2] if param.grad is not None] == pytest.approx(
         [3.0 * factor, 4.0 * factor], rel=1e-5
     )
