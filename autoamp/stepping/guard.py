@@ -215,7 +215,7 @@ class StepGuard:
             return None
         scaler = self.pending.checks[0].scaler if self.pending.checks else None
         flag = self.pending.resolve_on_device()
-        if flag is not None and scaler is not None and self.skips.in_a_row_known >= self.owner.max_consecutive_skips:
+        if flag is not None and scaler is not None and self.skips.in_a_row >= self.owner.max_consecutive_skips:
             raise self._too_many_skips(scaler)
         return flag
 
@@ -261,7 +261,7 @@ class StepGuard:
         named = [(name, param.grad) for name, param in named_params(self.optimizer) if param.grad is not None]
         found = [name for name, param in named_params(self.optimizer) if id(param) in known] or non_finite(named)
         gone = "gradients that are gone by now" + (", or on another rank" if several_processes() else "")
-        explained = self.skips.last_skip.explanation
+        explained = self.skips.step.explanation
         return NonFiniteGradientsError(
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
             f"first in {', '.join(found) or gone}; the loss scale is {scaler.loss_scale:g}. Look for "

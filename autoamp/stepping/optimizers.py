@@ -232,7 +232,7 @@ class GuardedOptimizers(Guards):
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
             guard.skips.catch_up()
-            guard.skips.in_a_row_known = 0
+            guard.skips.in_a_row = 0
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""

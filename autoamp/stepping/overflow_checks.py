@@ -288,13 +288,15 @@ class PendingChecks:
         def tell(skipped: bool) -> None:
             skips.end(step, scaler if skipped else None, scaler.scale_before, late=True)
 
-        skips.wait_by(scaler.unread)
+        if step.unread is not scaler.unread:
+            # Steps are counted in order, so those before are waited for.
+            skips.catch_up()
+            step.unread = scaler.unread
         (scaler.unread.add if is_reported else scaler.update_later)(flag, tell)
         for check in self.checks:
             # The device tells the scaler itself: another optimizer of the block has nothing to add.
             check.reported.told = True
         self.resolved, self.checks = self.checks, []
-        step.unread = scaler.unread
         self.checked = CheckedGrads()
         return flag
 

@@ -66,7 +66,7 @@ class Step:
         scale: The loss scale of a skip; nan where it is not known.
         is_late: Whether others may have been taken before the host knew what became of it.
         explanation: What explains a skip; None if diagnostics did not record it.
-        unread: Tells of this step, if its guard left the flag of an overflow on the device.
+        unread: Tells of this step or of those before it, if a guard left the flag of an overflow on the device.
         flag: Not 0 for a skip, if the program's own scaler left it to the optimizer.
     """
 
@@ -103,45 +103,31 @@ class Skips:
     Attributes:
         steps: How many times ``step()`` was called, skips included.
         total: How many of these are known to be skips.
-        in_a_row_known: How many skips came since the last step that is known to be taken.
+        in_a_row: How many are known to be skips since the last step that is known to be taken.
         step: The last of these calls.
-        last_skip: The last of them that is known to be a skip.
         name: As given.
         owner: As given.
         has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
     def __init__(self, name: str, owner: Callable[[], StepOwner[Any]]) -> None:
-        self.steps = self.total = self.in_a_row_known = 0
-        self.step = self.last_skip = Step()
+        self.steps = self.total = self.in_a_row = 0
+        self.step = Step()
         self.owner = owner
         self.name = name
         self.has_held = False
-        # Those of the scaler that hears of the last steps later than they are taken.
-        self._unread: UnreadFlags | None = None
-
-    @property
-    def in_a_row(self) -> int:
-        """How many skips came since the last step that was taken."""
-        self.catch_up()
-        return self.in_a_row_known
 
     def begin(self) -> Step:
         """Begin the record of another step."""
         self.steps += 1
-        self.step = Step()
+        before, self.step = self.step, Step()
+        self.step.unread = before.unread
         return self.step
 
     def catch_up(self) -> None:
         """Learn what became of the last steps where that is on the device still; waits for it."""
-        if self._unread is not None:
-            self._unread.catch_up()
-
-    def wait_by(self, unread: UnreadFlags) -> None:
-        """Take note of which flags tell of the next step. Steps are counted in order, so others are waited for."""
-        if self._unread is not unread:
-            self.catch_up()
-            self._unread = unread
+        if self.step.unread is not None:
+            self.step.unread.catch_up()
 
     def end(self, step: Step, skipped_by: LossScaler | None = None, scale: float = 1.0, *, late: bool = False) -> None:
         """Count a step, and tell those who are to hear of it.
@@ -156,17 +142,17 @@ class Skips:
         step.unread, step.is_late = None, late
         owner = self.owner()
         if skipped_by is None:
-            self.in_a_row_known, self.has_held = 0, True
+            self.in_a_row, self.has_held = 0, True
             owner.program.tell(Subscriber.step_known, self, step)
             return
-        self.total, self.in_a_row_known, self.last_skip = self.total + 1, self.in_a_row_known + 1, step
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
         owner.step_skipped()
         step.explanation = next(iter(owner.program.tell(Subscriber.step_known, self, step)), None)
         if self.total & (self.total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
-                self.name, scale, skipped_by.loss_scale, self.total, self.in_a_row_known,
+                self.name, scale, skipped_by.loss_scale, self.total, self.in_a_row,
             )  # fmt: skip
 
 
