@@ -13,8 +13,17 @@ from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.fp16_utils.checkpoints import flag, load_or_restore, matched
 from autoamp.program import Subscriber
 from autoamp.runtime import current_runtime
-from autoamp.scaling import DynamicLossScaler, LossScaler, RequestedGroup, StaticLossScaler, scaled_loss
-from autoamp.stepping import MasterWeights, ScalesItself, StepGuard, StepOwner, is_optimizer, joint_norm, scaled_block
+from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, scaled_loss
+from autoamp.stepping import (
+    MasterWeights,
+    RequestedGroup,
+    ScalesItself,
+    StepGuard,
+    StepOwner,
+    is_optimizer,
+    joint_norm,
+    scaled_block,
+)
 
 _NO_COPY = (
     "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "

@@ -20,8 +20,8 @@ from autoamp.levels.setup import LEVELS, LevelName, OptLevel, Setup, end, level_
 from autoamp.ops import expand
 from autoamp.rules import CastPolicy, CastTable, package_tables
 from autoamp.runtime import OnNonfinite, Settings, check_device, current_runtime, needed_handle
-from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import as_list, check_half_norms, refuse_unguardable
+from autoamp.scaling import LossScaler, is_count, make_scaler
+from autoamp.stepping import RequestedGroup, as_list, check_half_norms, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_parallelized
 

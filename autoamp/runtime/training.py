@@ -17,8 +17,8 @@ from autoamp.modules import Override
 from autoamp.rules import CastRule
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.scaling import LossScaler, RequestedGroup, is_count, make_scaler
-from autoamp.stepping import as_list, clip_grad_norm_, wrap_optimizer
+from autoamp.scaling import LossScaler, is_count, make_scaler
+from autoamp.stepping import RequestedGroup, as_list, clip_grad_norm_, wrap_optimizer
 
 Precision = Literal["fp32", "fp16", "none"]
 """What `override` runs a module in."""

@@ -3,8 +3,7 @@
 Everything here goes through torch's multi-tensor functions, one call for all tensors of a device and dtype. Nothing
 waits for a device but `found_any` and `non_finite`, which return Python values.
 
-Of a DTensor each rank takes its own part, and no function here is a collective: what ranks have to tell one another is
-in `autoamp.scaling.sync`.
+Of a DTensor each rank takes its own part, and no function here is a collective.
 
 Which gradients are taken: dense and sparse ones, fp16, bf16, fp32 and fp64, and complex ones as pairs of reals. Integer
 and bool tensors carry no gradient of a loss and are left alone. Any other dtype is an error.
@@ -19,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from autoamp.errors import UsageError
-from autoamp.scaling.shards import is_sharded, local_of
 from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import unscale_and_check_
@@ -29,6 +27,30 @@ _Name = TypeVar("_Name")
 
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is torch's DTensor, of which a rank has a part: what `fully_shard` makes of parameters."""
+    kind = type(tensor)
+    # Of the class: a DTensor's own are properties in Python, and this is asked of every parameter.
+    return kind is not torch.Tensor and hasattr(kind, "device_mesh") and hasattr(kind, "placements")
+
+
+def is_flat(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a flat parameter of `FullyShardedDataParallel`."""
+    return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank has, which shares its memory; any other tensor as it is."""
+    # To enter `no_grad` costs more than to ask a plain tensor for its type.
+    if type(tensor) in _PLAIN or not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        # A collective may still be at work on it.
+        return local.wait() if hasattr(local, "wait") else local
 
 
 @torch.no_grad()

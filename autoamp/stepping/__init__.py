@@ -24,7 +24,7 @@ from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
 from autoamp.stepping.optimizers import GuardedOptimizers, OptimizerSteps, clip_grad_norm_, joint_norm, wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.ranks import RequestedGroup, several_processes
 from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
 from autoamp.stepping.skips import Skips, Step, StepOwner
 
@@ -33,6 +33,7 @@ __all__ = [
     "MasterWeights",
     "OptimizerSteps",
     "OverflowCheck",
+    "RequestedGroup",
     "ScalesItself",
     "Skips",
     "Step",

@@ -25,7 +25,7 @@ from autoamp.stepping.attach import AttachedMethod, named_params, takes_flag
 from autoamp.stepping.grads import ScaledGrads
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.overflow_checks import OverflowCheck, PendingChecks
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.ranks import several_processes
 from autoamp.stepping.skips import Skips, StepOwner
 from autoamp.stepping.undo import GradsCopy, StepCopy, forget_state, state_size
 from autoamp.tensors import version_of

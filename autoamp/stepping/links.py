@@ -14,7 +14,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_sharded, local_of
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.ranks import several_processes
 from autoamp.tensors import HALF_DTYPES, version_of, without_grad
 
 # What changes where torch reports a write: the versions of a tensor and of its local part, and the address of its data.

@@ -38,7 +38,7 @@ from autoamp.stepping.links import (
     release_master,
     written_masters,
 )
-from autoamp.stepping.replicas import Sync, broadcast, kept_equal, next_sync, several_processes, watch_wrappers
+from autoamp.stepping.ranks import Sync, broadcast, kept_equal, next_sync, several_processes, watch_wrappers
 from autoamp.tensors import HALF_DTYPES, without_grad
 
 # So many elements of gradients may be cast to fp32 at once: each part costs a launch.

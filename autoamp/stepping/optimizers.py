@@ -15,14 +15,14 @@ from torch import Tensor
 from autoamp.casting import CastState
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.program import Program, Subscriber
-from autoamp.scaling import LossScaler, RequestedGroup, Scale, is_same_scale, scaled_loss, total_norm
+from autoamp.scaling import LossScaler, Scale, is_same_scale, scaled_loss, total_norm
 from autoamp.stepping.attach import ScalesItself, guard_before, living_optimizers_and_modules, stepped_params
 from autoamp.stepping.block import scaled_block
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.guards import Guards, steps_any_of
 from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
-from autoamp.stepping.replicas import several_processes
+from autoamp.stepping.ranks import RequestedGroup, several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.setting_warnings import UnderflowWatch
 from autoamp.stepping.skips import Step

@@ -14,23 +14,20 @@ import torch
 from torch import Tensor
 
 from autoamp.program import Subscriber
-from autoamp.scaling import (
+from autoamp.scaling import LossScaler, Scale, found_any, unscale_
+from autoamp.stepping.grads import CheckedGrads, ScaledGrads
+from autoamp.stepping.ranks import (
     FoundInfReduction,
-    LossScaler,
     RequestedGroup,
-    Scale,
     SyncGroup,
     clip_,
-    found_any,
     meshes_of,
     powered_norm,
     reduce_found_inf,
     reduce_partial,
+    several_processes,
     sync_group,
-    unscale_,
 )
-from autoamp.stepping.grads import CheckedGrads, ScaledGrads
-from autoamp.stepping.replicas import several_processes
 from autoamp.stepping.skips import Skips, Step, StepOwner
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.scaling import meshes_of
 from autoamp.stepping.links import master_of
-from autoamp.stepping.replicas import kept_equal, living_wrappers
+from autoamp.stepping.ranks import kept_equal, living_wrappers, meshes_of
 
 # Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
 _PATIENCE = 300.0

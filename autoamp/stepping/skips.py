@@ -14,7 +14,8 @@ from torch import Tensor
 
 from autoamp.casting import CastState
 from autoamp.program import Program, Subscriber
-from autoamp.scaling import LossScaler, RequestedGroup, UnreadFlags
+from autoamp.scaling import LossScaler, UnreadFlags
+from autoamp.stepping.ranks import RequestedGroup
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ STATE = {
     "runtime/active.py handles": "a process has one torch, so one handle patches it",
     "runtime/active.py activated": "packages above hear of handles that are not made yet",
     "runtime/runtime.py suspended": "as activated",
-    "scaling/sync.py _made": "a process group is a collective to make, and lives as long as the process",
+    "stepping/ranks.py _made": "a process group is a collective to make, and lives as long as the process",
     "stepping/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
     "stepping/links.py _links": "a half parameter outlives the handle that gave it a master",
     "torch_private.py ASKED": "filled while the module is imported, and read by the tests",

@@ -81,6 +81,7 @@ TESTS = {
     "ranks": [
         '-m "processes or not processes"',
         "tests/stepping/test_replicas.py",
+        "tests/stepping/test_sync.py",
         "tests/integration/test_wrappers.py",
         "tests/stepping/test_rank_consistency.py",
     ],
@@ -92,7 +93,7 @@ TESTS = {
     ],
 }
 # Modules apart from their package: they are about several ranks, and tests with these take long.
-APART = {"ranks": ["autoamp/stepping/rank_consistency.py", "autoamp/stepping/replicas.py"]}
+APART = {"ranks": ["autoamp/stepping/rank_consistency.py", "autoamp/stepping/ranks.py"]}
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
 ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]
 # What these do to numbers and strings that are compared depends on which objects Python shares. And what is compared by

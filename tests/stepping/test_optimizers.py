@@ -18,8 +18,8 @@ import autoamp
 from autoamp.casting import CastState
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
-from autoamp.scaling import DynamicLossScaler, RequestedGroup, StaticLossScaler
-from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_
+from autoamp.scaling import DynamicLossScaler, StaticLossScaler
+from autoamp.stepping import GuardedOptimizers, RequestedGroup, clip_grad_norm_
 
 
 def guarded() -> GuardedOptimizers:

@@ -1,13 +1,17 @@
-"""Which ranks agree on the steps of an optimizer, and the one small all-reduce by which they do.
+"""Several processes: which of them agree on the steps of an optimizer, and which parameters they keep equal.
 
-Ranks have gradients of their own: shards, stages of a pipeline, experts. Each looks at what it has. One sum over the
-process group that spans all of them then tells every rank what any of them found for each loss scaler, and with it the
-norm of all gradients if the program clips. A loss scale that hears the same on all ranks stays equal.
+Ranks have gradients of their own: shards, stages of a pipeline, experts. Each looks at what it has. One all-reduce over
+the process group that spans all of them then tells every rank what any of them found for each loss scaler, and with it
+the norm of all gradients if the program clips. A loss scale that hears the same on all ranks stays equal. Of torch's
+DistributedDataParallel the wrappers are known, and what their next backward pass does.
 """
 
 from __future__ import annotations
 
+import enum
+import gc
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +19,58 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.errors import UsageError
-from autoamp.scaling.gradients import grouped_by_kind, total_norm
-from autoamp.scaling.shards import copies_in_mesh, is_sharded, local_of
+from autoamp.program import listen
+from autoamp.scaling import grouped_by_kind, is_sharded, local_of, total_norm
+from autoamp.tensors import HALF_DTYPES
+
+_AVAILABLE = dist.is_available()
+
+
+def several_processes() -> bool:
+    """Whether there is a process group of more than one process."""
+    # As torch's own functions find out, which take three times as many calls.
+    world: Any = dist.group.WORLD if _AVAILABLE else None
+    return world is not None and world.size() > 1
+
+
+def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return the meshes of all DTensors among some tensors, each once."""
+    sharded: list[Any] = [tensor for tensor in tensors if is_sharded(tensor)]
+    return list({id(tensor.device_mesh): tensor.device_mesh for tensor in sharded}.values())
+
+
+def copies_in_mesh(tensor: Any) -> int:
+    """Return how many ranks of a DTensor's mesh have the same part of it."""
+    sizes = (tensor.device_mesh.size(dim) for dim, one in enumerate(tensor.placements) if not one.is_shard())
+    return math.prod(sizes)
+
+
+@torch.no_grad()
+def reduce_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
+    """Add up gradients of which each rank has an addend: ``param.grad`` has one whole value on all of them.
+
+    A collective of their meshes, which the optimizer would run else. Nothing is done where there is none.
+
+    Args:
+        params: The parameters.
+        halves_alone: Leave those in fp32 and fp64, whose sums do not overflow where the addends are finite.
+    """
+    for param in params:
+        grad: Any = param.grad
+        if grad is None or not is_sharded(grad) or (halves_alone and grad.dtype not in HALF_DTYPES):
+            continue
+        if any(placement.is_partial() for placement in grad.placements):
+            from torch.distributed.tensor import Replicate
+
+            whole = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            param.grad = grad.redistribute(placements=whole)
+
+
+# -- ranks that agree on a step --
 
 
 @dataclass(frozen=True)
@@ -267,3 +319,63 @@ def clip_(params: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     distinct = {id(param.grad): param.grad for param in params if param.grad is not None}
     for (device, dtype), grads in grouped_by_kind(map(local_of, distinct.values())).items():
         torch._foreach_mul_(grads, factor.to(device=device, dtype=dtype))
+
+
+# -- DistributedDataParallel --
+
+
+class Sync(enum.Enum):
+    """Whether the backward pass that follows the last forward pass reduces gradients."""
+
+    YES = enum.auto()
+    NO = enum.auto()
+    UNSURE = enum.auto()
+
+
+def kept_equal(wrapper: DistributedDataParallel) -> list[Tensor]:
+    """Return the parameters that a DistributedDataParallel keeps equal."""
+    ignored = wrapper.parameters_to_ignore
+    return [param for name, param in wrapper.module.named_parameters() if name not in ignored]
+
+
+def next_sync(wrapper: DistributedDataParallel | None) -> Sync:
+    """Tell what the backward pass at hand does; to be asked between the forward pass and it.
+
+    The forward pass decides, and leaves ``require_forward_param_sync``; but so does one without gradients.
+    """
+    if wrapper is None:
+        return Sync.NO
+    prepared, wanted = wrapper.require_forward_param_sync, wrapper.require_backward_grad_sync
+    return Sync.YES if prepared and wanted else Sync.UNSURE if prepared or wanted else Sync.NO
+
+
+def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
+    """Give all processes of a wrapper the values of the first one. A collective: all give the same shapes."""
+    group = wrapper.process_group
+    if dist.get_world_size(group) > 1:
+        works = [dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+
+
+def living_wrappers() -> list[DistributedDataParallel]:
+    """Return every DistributedDataParallel of the process. Takes tens of milliseconds in a process group."""
+    objects = gc.get_objects() if _AVAILABLE and dist.is_initialized() else ()
+    # By type: a proxy may answer for what it stands for.
+    return [found for found in objects if issubclass(type(found), DistributedDataParallel)]
+
+
+def watch_wrappers(
+    watcher: object,
+) -> tuple[list[weakref.ref[DistributedDataParallel]], weakref.finalize[..., Any]]:
+    """Return references to every DistributedDataParallel of the process, a list that grows as others are made.
+
+    It grows until ``watcher`` is gone, or what is returned with it was called.
+    """
+    found = list(map(weakref.ref, living_wrappers()))
+
+    def registered(parent: Module, name: str, child: Module | None) -> None:
+        if name == "module" and isinstance(parent, DistributedDataParallel):
+            found.append(weakref.ref(parent))
+
+    return found, weakref.finalize(watcher, listen(module_registered=registered).close)

@@ -14,8 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoamp.errors import UsageError
-from autoamp.scaling import RequestedGroup, SyncGroup, clip_, meshes_of, powered_norm, reduce_found_inf, sync_group
-from autoamp.scaling.shards import copies_in_mesh, is_flat, is_sharded, local_of, reduce_partial
+from autoamp.scaling import is_flat, is_sharded, local_of
+from autoamp.stepping.ranks import (
+    RequestedGroup,
+    SyncGroup,
+    clip_,
+    copies_in_mesh,
+    meshes_of,
+    powered_norm,
+    reduce_found_inf,
+    reduce_partial,
+    sync_group,
+)  # fmt: skip
 
 
 def group_of(params: Sequence[nn.Parameter], asked: RequestedGroup | None = None) -> SyncGroup | None:
