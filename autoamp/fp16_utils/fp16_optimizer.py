@@ -15,6 +15,7 @@ from autoamp.program import Subscriber
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, scaled_loss
 from autoamp.stepping import (
+    BackwardWatch,
     MasterWeights,
     RequestedGroup,
     ScalesItself,
@@ -153,7 +154,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
-                runtime.optimizers.watch_pass(loss, scaled, scale, [self._guard])
+                BackwardWatch(loss, scaled, scale, [self._guard], runtime.optimizers.left_scaled)
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:

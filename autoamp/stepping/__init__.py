@@ -22,13 +22,16 @@ from autoamp.stepping.links import (
 )
 from autoamp.stepping.loss_scalers import as_list
 from autoamp.stepping.masters import MasterWeights, fit_state
-from autoamp.stepping.optimizers import GuardedOptimizers, OptimizerSteps, clip_grad_norm_, joint_norm, wrap_optimizer
+from autoamp.stepping.optimizer_steps import OptimizerSteps
+from autoamp.stepping.optimizers import GuardedOptimizers, clip_grad_norm_, joint_norm, wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck, read_checks
 from autoamp.stepping.ranks import RequestedGroup, several_processes
+from autoamp.stepping.scaled_backward import BackwardWatch
 from autoamp.stepping.setting_warnings import check_half_model, check_half_norms
 from autoamp.stepping.skips import Skips, Step, StepOwner
 
 __all__ = [
+    "BackwardWatch",
     "GuardedOptimizers",
     "MasterWeights",
     "OptimizerSteps",

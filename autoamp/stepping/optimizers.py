@@ -1,9 +1,8 @@
-"""The optimizers of a handle: what their guards ask and tell, blocks of their losses, and steps that no guard met."""
+"""The optimizers of a handle: their guards and masters, what the guards ask and tell, and blocks of their losses."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,25 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from autoamp.casting import CastState
-from autoamp.errors import UsageError, kind_of, warn_user
+from autoamp.errors import UsageError, kind_of
 from autoamp.program import Program, Subscriber
-from autoamp.scaling import LossScaler, Scale, is_same_scale, scaled_loss, total_norm
-from autoamp.stepping.attach import ScalesItself, guard_before, living_optimizers_and_modules, stepped_params
+from autoamp.scaling import LossScaler, scaled_loss, total_norm
+from autoamp.stepping.attach import ScalesItself, refuse_unguardable, stepped_params
 from autoamp.stepping.block import scaled_block
 from autoamp.stepping.guard import StepGuard
-from autoamp.stepping.guards import Guards, steps_any_of
-from autoamp.stepping.loss_scalers import as_list
+from autoamp.stepping.loss_scalers import LossScalers, as_list
+from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.ranks import RequestedGroup, several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.setting_warnings import UnderflowWatch
-from autoamp.stepping.skips import Step
+from autoamp.stepping.setting_warnings import UnderflowWatch, check_optimizer
+from autoamp.stepping.skips import StepCounts, StepOwner
 
 
-class GuardedOptimizers(Guards):
-    """Guards optimizers as scaled losses come by. It is the owner of their guards.
+class GuardedOptimizers(StepOwner[StepGuard]):
+    """Guards optimizers as scaled losses come by, each from its first loss on and as long as it lives.
 
     Args:
         casts: Turned off while an optimizer steps.
@@ -37,6 +37,10 @@ class GuardedOptimizers(Guards):
 
     Attributes:
         casts: As given; replaced at another call of `initialize`.
+        loss_scalers: Those that were given, and all that came later.
+        step_stats: How many steps there were, and skips.
+        models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
+        running: Optimizers of torch's classes whose step runs now, by id.
         left_scaled: The parameters whose gradients a block left scaled.
         facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target; None
             for optimizers of no handle.
@@ -45,23 +49,128 @@ class GuardedOptimizers(Guards):
     casts: CastState
 
     def __init__(self, casts: CastState, scalers: Sequence[LossScaler]) -> None:
-        super().__init__(scalers)
         self.casts = casts
+        self.loss_scalers = LossScalers(scalers)
+        self.step_stats = StepCounts(self.loss_scalers.catch_up)
+        self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.running: set[int] = set()
+        self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: RequestedGroup | None = None
         self._asked: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.program = Program()
         self._vanishing = UnderflowWatch()
-        self.left_scaled = LeftScaled()
-        # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
-        self._living: weakref.WeakSet[Any] | None = None
-        # The parameters that none of them had by then: one that is made later may step them.
-        self._in_no_optimizer: list[weakref.ref[Tensor]] = []
+        self.left_scaled = LeftScaled(lambda: self.guards)
 
     @property
     def scalers(self) -> list[LossScaler]:
         """The loss scalers, in the order of their entries in a checkpoint."""
         return self.loss_scalers.all
+
+    @property
+    def guards(self) -> list[StepGuard]:
+        """The guards of all optimizers that live."""
+        return list(self._guards.values())
+
+    def guard_of(self, optimizer: Any) -> StepGuard | None:
+        """Return the optimizer's guard, None where it has none."""
+        try:
+            return self._guards.get(optimizer)
+        except TypeError:
+            # What no weak reference can be made to.
+            return None
+
+    def guard(self, optimizer: Any, *, check: bool = True) -> StepGuard:
+        """Return the optimizer's guard, a new one the first time. UsageError: this is no optimizer to guard.
+
+        Args:
+            optimizer: Anything with ``param_groups`` and ``step``.
+            check: Whether to warn, the first time, of settings that half parameters without masters cannot take.
+        """
+        guard = self.guard_of(optimizer)
+        if guard is None:
+            refuse_unguardable(optimizer)
+            guard = self.guard_of(_wrapped_by(optimizer))
+        if guard is None:
+            wants_masters = steps_any_of(self.models_with_masters, optimizer)
+            guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
+            if check and guard.masters is None:
+                check_optimizer(optimizer)
+        return guard
+
+    def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
+        guard = StepGuard(optimizer, lambda: self, masters=masters)
+        if id(optimizer) in self.running:
+            raise UsageError(
+                f"The first scale_loss of {guard.name} came while its step() runs; pass what evaluates the loss as "
+                "optimizer.step(closure), or call scale_loss before step()"
+            )
+        guard.install()
+        self._guards[optimizer] = guard
+        return guard
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether an optimizer steps master weights, or will."""
+        return bool(self.models_with_masters) or any(guard.masters is not None for guard in self.guards)
+
+    def masters_of(self, optimizer: Any) -> MasterWeights | None:
+        """Return an optimizer's masters, None where it has none."""
+        guard = self.guard_of(optimizer)
+        return None if guard is None else guard.masters
+
+    def keep_masters(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> MasterWeights:
+        """Let an optimizer step fp32 masters of its half parameters from now on."""
+        masters = self.masters_of(optimizer)
+        if masters is None:
+            refuse_unguardable(optimizer)
+            # First of all: what an earlier guard left scaled is in the gradients of the half parameters.
+            self.hand_over(optimizer)
+            masters = MasterWeights(optimizer, originals)
+            self._put_guard(optimizer, masters)
+        else:
+            masters.adopt(originals)
+        return masters
+
+    def hand_over(self, optimizer: Any) -> MasterWeights | None:
+        """Let go of an optimizer and return its masters, which stay in place."""
+        guard = self._guards.pop(optimizer, None)
+        if guard is None:
+            return None
+        guard.uninstall()
+        return guard.masters
+
+    def let_go(self, optimizers: Sequence[Any], params: Iterable[Tensor]) -> None:
+        """Give these optimizers, and all that step one of the parameters, back what they had of these parameters."""
+        params = list(params)
+        meant = set(map(id, params))
+        for optimizer, guard in list(self._guards.items()):
+            masters = guard.masters
+            own = [*stepped_params(optimizer), *([] if masters is None else (half for half, _ in masters.pairs))]
+            if not (any(optimizer is named for named in optimizers) or any(id(param) in meant for param in own)):
+                continue
+            if masters is not None:
+                masters.dissolve(params)
+                if len(masters):
+                    # It steps other models as well.
+                    continue
+                masters.dissolve()
+            self.hand_over(optimizer)
+            self.loss_scalers.forget_own(optimizer)
+
+    def release(self) -> None:
+        """Give every optimizer its step and its parameters back."""
+        if self.step_stats.own_scale is not None:
+            # Of the program's scaler nothing is kept but the number.
+            self.step_stats.own_scale = float(self.step_stats.own_scale)
+        # The optimizers live as long as this list does, and their guards refer to them weakly.
+        optimizers = list(self._guards)
+        # All guards go first: what one left scaled may be the gradients of a master that another one has too.
+        for masters in [self.hand_over(optimizer) for optimizer in optimizers]:
+            if masters is not None:
+                masters.dissolve()
+        for optimizer in self.loss_scalers.with_own():
+            self.loss_scalers.forget_own(optimizer)
 
     # -- what guards ask and tell --
 
@@ -109,22 +218,10 @@ class GuardedOptimizers(Guards):
             masters = {"masters": str(guard.masters is not None)}
             compare_ranks(sets, {**facts, **masters, **scalers}, rules)
 
-    def plain_step_begins(self, optimizer: Any) -> Step:
-        """Begin a step of an optimizer without loss scaling. UsageError: its gradients are scaled all the same."""
-        self.left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
-        self.program.tell(Subscriber.step_begins)
-        self.check_underflow(optimizer)
-        self.step_stats.last = Step()
-        return self.step_stats.last
-
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
         if self.casts.dtype is torch.float16 and self.step_stats.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
-
-    def step_skipped(self) -> None:
-        """Count a skip."""
-        self.step_stats.add_skip()
 
     def requested_group(self, optimizer: Any) -> RequestedGroup | None:
         """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
@@ -139,10 +236,9 @@ class GuardedOptimizers(Guards):
 
     # -- losses --
 
-    def scaled(
-        self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool
-    ) -> contextlib.AbstractContextManager[Tensor]:
-        """Return a context manager over ``loss.float() * scale``; see `autoamp.runtime.Handle.scale_loss`."""
+    @contextlib.contextmanager
+    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> Iterator[Tensor]:
+        """Yield ``loss.float() * scale`` within a `scaled_block`; see `autoamp.runtime.Handle.scale_loss`."""
         if not isinstance(loss, Tensor):
             message = f"scale_loss() takes a floating tensor, not {kind_of(loss)}; pass the loss, not loss.item()"
             raise UsageError(message)
@@ -153,13 +249,6 @@ class GuardedOptimizers(Guards):
             guard.scaled = True
             self._forget_added(guard)
         self.program.tell(Subscriber.backward_begins, loss, scaler.scale_without_sync())
-        return self._block(loss, guards, scaler, delay_unscale)
-
-    @contextlib.contextmanager
-    def _block(
-        self, loss: Tensor, guards: Sequence[StepGuard], scaler: LossScaler, delay_unscale: bool
-    ) -> Iterator[Tensor]:
-        """Yield the loss times its scale within a `scaled_block`, and drop kept casts at its end."""
         left = self.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
@@ -168,52 +257,11 @@ class GuardedOptimizers(Guards):
                     self.left_scaled.note([param], earlier, reason)
                 scaled = scaled_loss(loss, scale)
                 watches = scaler.checks and not torch.compiler.is_compiling()
-                watch = self.watch_pass(loss, scaled, scale, guards) if watches else None
+                watch = BackwardWatch(loss, scaled, scale, guards, self.left_scaled) if watches else None
                 with contextlib.nullcontext() if watch is None else watch:
                     yield scaled
         finally:
             self.casts.cache.clear()
-
-    def watch_pass(self, loss: Tensor, scaled: Tensor, scale: Scale, guards: Sequence[StepGuard]) -> BackwardWatch:
-        """Return what sees the backward passes of a scaled loss; see `BackwardWatch`."""
-        return BackwardWatch(loss, scaled, scale, guards, self._params_of_others, self.left_scaled)
-
-    def _params_of_others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
-        """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
-
-        Args:
-            guards: Those of a block. What their optimizers step as well is left out.
-            scale: Of the block.
-        """
-        if self._living is None:
-            self._find_living()
-        theirs: dict[Any, None] = dict.fromkeys(self.guards)
-        others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
-        for optimizer in self._living or ():
-            if (guard := guard_before(optimizer)) is None:
-                others += stepped_params(optimizer)
-            else:
-                # That of an `FP16_Optimizer` is none of the handle's.
-                theirs[guard] = None
-        left_out: set[int] = set()
-        for guard in theirs:
-            if guard in guards or is_same_scale(guard.grads.scale, scale):
-                left_out.update(map(id, guard.grads.leaves()))
-            else:
-                others += guard.grads.leaves()
-        return list({id(param): param for param in others if id(param) not in left_out}.values())
-
-    def _find_living(self) -> None:
-        """Find all optimizers of torch's class, and the parameters of modules that none of them steps."""
-        optimizers, modules = living_optimizers_and_modules()
-        self._living = weakref.WeakSet(optimizers)
-        held = {id(param) for guard in self.guards for param in guard.grads.leaves()}
-        for optimizer in optimizers:
-            guard = guard_before(optimizer)
-            held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
-        # A module that is half built has no parameters.
-        found = (param for module in modules for param in vars(module).get("_parameters", {}).values())
-        self._in_no_optimizer = [weakref.ref(one) for one in found if one is not None and id(one) not in held]
 
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
@@ -238,97 +286,26 @@ class GuardedOptimizers(Guards):
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
             return
-        if self._living is not None:
-            self._living.add(optimizer)
+        self.left_scaled.optimizer_made(optimizer)
         # A half-built optimizer has no groups.
         with contextlib.suppress(AttributeError):
             if steps_any_of(self.models_with_masters, optimizer):
                 self.keep_masters(optimizer)
 
 
-class OptimizerSteps(Subscriber):
-    """Stands around all steps of torch's optimizers while the handle is active, and looks at what clips gradients.
+def steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:
+    """Whether an optimizer steps a parameter of the models."""
+    params = {id(param) for model in models for param in model.parameters()}
+    return bool(params) and any(id(param) in params for param in stepped_params(optimizer))
 
-    Args:
-        optimizers: Those of the handle, with their guards.
+
+def _wrapped_by(wrapper: Any) -> Any:
+    """Return the optimizer that a wrapper hands its calls to, as those of accelerate and Fabric do; None for others.
+
+    The gradients are there, in masters too, and the wrapper may not step each time when it is called.
     """
-
-    def __init__(self, optimizers: GuardedOptimizers) -> None:
-        self._optimizers = optimizers
-        self._active = False
-        self._warned_of_clipping = False
-
-    def started(self) -> None:
-        """Stand around steps."""
-        self._active = True
-
-    def stopped(self) -> None:
-        """Let all steps go as without a handle, also by replacements that somebody has kept."""
-        self._active = False
-
-    def optimizer_made(self, optimizer: Any) -> None:
-        """Give a new optimizer masters, if it gets some."""
-        if self._active:
-            self._optimizers.optimizer_made(optimizer)
-
-    def around_step(self, step: Any) -> Any:
-        """Return a step that the optimizer's guard, if it has one, takes or skips."""
-        compiling = torch.compiler.is_dynamo_compiling
-
-        @functools.wraps(step)
-        def guarded_step(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._active or compiling() or id(self_) in self._optimizers.running:
-                return step(self_, *args, **kwargs)
-            return self._step(step, self_, args, kwargs)
-
-        return guarded_step
-
-    def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the step of any optimizer with casts off; through its guard, if the call went past that."""
-        optimizers = self._optimizers
-        guard, plain_step = optimizers.guard_of(optimizer), None
-        # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
-        if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
-            optimizers.program.tell(Subscriber.unguarded_step, optimizer)
-            guard = optimizers.guard_of(optimizer) or optimizers.guard_around(optimizer)
-            if guard is None and callable(args[0] if args else kwargs.get("closure")):
-                # Now: when the closure scales the first loss, the step has begun already.
-                guard = optimizers.guard(optimizer)
-            plain_step = optimizers.plain_step_begins(optimizer) if guard is None else None
-        if guard is not None and not guard.stepping:
-            return guard.step(functools.partial(original, optimizer), args, kwargs)
-        optimizers.running.add(id(optimizer))
-        try:
-            result = None
-            if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
-                plain_step.skipped_by = "on_nonfinite"
-            else:
-                result = optimizers.casts.local.with_mode(original, False)(optimizer, *args, **kwargs)
-        finally:
-            optimizers.running.discard(id(optimizer))
-        if plain_step is not None:
-            optimizers.step_stats.plain += 1
-            optimizers.program.tell(Subscriber.step_ended, plain_step)
-        optimizers.casts.cache.clear()
-        return result
-
-    def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
-        """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
-        self._optimizers.left_scaled.refuse(f"{function} would clip", params)
-        if self._warned_of_clipping:
-            return
-        clipped = set(map(id, params))
-        for guard in self._optimizers.guards:
-            grads = guard.grads
-            is_scaled = (guard.in_block or grads.delayed is not None) and not is_same_scale(grads.scale, 1.0)
-            if is_scaled and not clipped.isdisjoint(map(id, grads.leaves())):
-                self._warned_of_clipping = True
-                warn_user(
-                    f"{function} was called inside the scale_loss block of {guard.name}, or after one with "
-                    "delay_unscale=True, where gradients are multiplied by the loss scale: it clips nearly everything. "
-                    "Call it after the with block of the last loss, which has no delay_unscale, before optimizer.step()"
-                )
-                return
+    inner = getattr(wrapper, "optimizer", None)
+    return inner if getattr(inner, "param_groups", None) is wrapper.param_groups else None
 
 
 def wrap_optimizer(

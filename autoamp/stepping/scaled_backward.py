@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
 from autoamp.scaling import Scale, is_same_scale, total_norm
+from autoamp.stepping.attach import guard_before, living_optimizers_and_modules, stepped_params
 from autoamp.stepping.grads import is_same_gradient, mark_of
 from autoamp.stepping.guard import StepGuard
 from autoamp.tensors import version_of
@@ -23,10 +24,19 @@ from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 
 
 class LeftScaled:
-    """Parameters whose gradients a backward pass left scaled, as long as nobody wrote to these gradients."""
+    """Parameters whose gradients a backward pass left scaled, as long as nobody wrote to these gradients.
 
-    def __init__(self) -> None:
+    Args:
+        guards: Returns the guards of a handle.
+    """
+
+    def __init__(self, guards: Callable[[], Iterable[StepGuard]]) -> None:
         self._of: Any = WeakIdKeyDictionary()
+        self._guards = guards
+        # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
+        self._living: weakref.WeakSet[Any] | None = None
+        # The parameters that none of them had by then: one that is made later may step them.
+        self._in_no_optimizer: list[weakref.ref[Tensor]] = []
 
     def __bool__(self) -> bool:
         return bool(self._of)
@@ -96,6 +106,48 @@ class LeftScaled:
                 f"parameters, the first of shape {tuple(param.shape)}: {reason}"
             )
 
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Take note of an optimizer of torch's class."""
+        if self._living is not None:
+            self._living.add(optimizer)
+
+    def others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
+        """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
+
+        Args:
+            guards: Those of a block. What their optimizers step as well is left out.
+            scale: Of the block.
+        """
+        if self._living is None:
+            self._find_living()
+        theirs: dict[Any, None] = dict.fromkeys(self._guards())
+        others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
+        for optimizer in self._living or ():
+            if (guard := guard_before(optimizer)) is None:
+                others += stepped_params(optimizer)
+            else:
+                # That of an `FP16_Optimizer` is none of the handle's.
+                theirs[guard] = None
+        left_out: set[int] = set()
+        for guard in theirs:
+            if guard in guards or is_same_scale(guard.grads.scale, scale):
+                left_out.update(map(id, guard.grads.leaves()))
+            else:
+                others += guard.grads.leaves()
+        return list({id(param): param for param in others if id(param) not in left_out}.values())
+
+    def _find_living(self) -> None:
+        """Find all optimizers of torch's class, and the parameters of modules that none of them steps."""
+        optimizers, modules = living_optimizers_and_modules()
+        self._living = weakref.WeakSet(optimizers)
+        held = {id(param) for guard in self._guards() for param in guard.grads.leaves()}
+        for optimizer in optimizers:
+            guard = guard_before(optimizer)
+            held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
+        # A module that is half built has no parameters.
+        found = (param for module in modules for param in vars(module).get("_parameters", {}).values())
+        self._in_no_optimizer = [weakref.ref(one) for one in found if one is not None and id(one) not in held]
+
 
 def _version(gradient: Tensor | None) -> int | None:
     return None if gradient is None else version_of(gradient)
@@ -114,8 +166,6 @@ class BackwardWatch:
         scaled: What the block yields, made of it.
         scale: Of the block.
         guards: Of the block's optimizers.
-        others: Returns the parameters of all optimizers but those of these guards, and those whose gradients have this
-            scale, which another open block is going to unscale.
         left_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
 
     Attributes:
@@ -128,7 +178,6 @@ class BackwardWatch:
         scaled: Tensor,
         scale: Scale,
         guards: Sequence[StepGuard],
-        others: Callable[[Sequence[StepGuard], Scale], list[Tensor]],
         left_scaled: LeftScaled,
     ) -> None:
         self._left_scaled = left_scaled
@@ -136,7 +185,6 @@ class BackwardWatch:
         self._scale = scale
         # The scaled loss may outlive its block by much.
         self._guards = [weakref.ref(guard) for guard in guards]
-        self._others = others
         self._has_ended = self._loss_passed = False
         # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
         self._backward_seen = all(guard.backward_seen for guard in guards)
@@ -172,7 +220,7 @@ class BackwardWatch:
 
     def _scaled_passes(self, _: Tensor) -> None:
         self._backward_seen, guards = True, self._living()
-        others = self._others(guards, self._scale)
+        others = self._left_scaled.others(guards, self._scale)
         if not self._has_ended:
             own = (param for guard in guards for param in guard.grads.leaves())
             reached = [param for param, *_ in self._left_scaled.left(own) if engine_reaches(param)]

@@ -39,6 +39,9 @@ class StepOwner(Generic[Guard]):
     max_consecutive_skips = 50
     """So many skips of one optimizer in a row are an error."""
 
+    def __init__(self) -> None:
+        self.step_stats = StepCounts(lambda: None)
+
     @property
     def scalers(self) -> Sequence[LossScaler]:
         """All loss scalers, in the same order on all ranks."""
@@ -53,9 +56,6 @@ class StepOwner(Generic[Guard]):
 
     def step_begins(self, guard: Guard) -> None:
         """Called at each step, before it is taken or skipped."""
-
-    def step_skipped(self) -> None:
-        """Called at each skip, as soon as it is known."""
 
 
 class Step:
@@ -148,7 +148,7 @@ class Skips:
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
-        owner.step_skipped()
+        owner.step_stats.add_skip()
         step.explanation = next(iter(owner.program.tell(Subscriber.step_known, self, step)), None)
         if self.total & (self.total - 1) == 0:
             logger.warning(

@@ -99,9 +99,9 @@ LAYER = nn.Linear(2, 2)
 
 # What is called with a handle and a training, and what the error says.
 MISUSES: list[tuple[Callable[[Handle, Training], Any], str]] = [
-    (lambda handle, one: handle.scale_loss(1.5, one.optimizer), r"a floating tensor, not a float; pass the loss, not"),  # type: ignore[arg-type]
-    (lambda handle, one: handle.scale_loss(None, one.optimizer), "a floating tensor, not None"),  # type: ignore[arg-type]
-    (lambda handle, one: handle.scale_loss(torch.tensor(3), one.optimizer), "and this loss is torch.int64"),
+    (lambda handle, one: handle.scale_loss(1.5, one.optimizer).__enter__(), "not a float; pass the loss, not loss"),  # type: ignore[arg-type]
+    (lambda handle, one: handle.scale_loss(None, one.optimizer).__enter__(), "a floating tensor, not None"),  # type: ignore[arg-type]
+    (lambda handle, one: handle.scale_loss(torch.tensor(3), one.optimizer).__enter__(), "and this loss is torch.int64"),
     *((lambda handle, one, count=count: setattr(handle, "max_consecutive_skips", count),
        f"max_consecutive_skips={count} must be a whole number of 1 or more") for count in (0, 1.5, True, None)),
     *((lambda handle, one, count=count: handle.wrap_optimizer(one.optimizer, count),

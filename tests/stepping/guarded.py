@@ -15,18 +15,15 @@ from autoamp.stepping import StepGuard, StepOwner, scaled_block
 
 
 class Owner(StepOwner[StepGuard]):
-    """Casts nothing, and counts skips."""
+    """Casts nothing."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._scalers: list[LossScaler] = []
-        self.skipped = 0
 
     @property
     def scalers(self) -> list[LossScaler]:
         return self._scalers
-
-    def step_skipped(self) -> None:
-        self.skipped += 1
 
 
 def guard_of(optimizer: Any, *, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
