@@ -1,4 +1,4 @@
-"""Optimizers as they are seen from outside: what is one, what it steps, and methods put in place of its own.
+"""Optimizers as they are seen from outside: what is one, what it steps, methods put in place of its own, and copies.
 
 An optimizer is anything with ``param_groups`` and ``step``, of torch's class or not.
 """
@@ -6,18 +6,21 @@ An optimizer is anything with ``param_groups`` and ``step``, of torch's class or
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from autoamp.errors import UsageError, kind_of
 from autoamp.stepping.links import link_of
+from autoamp.tensors import map_tensors
 
 T = TypeVar("T")
 
@@ -47,7 +50,7 @@ def refuse_unguardable(optimizer: Any) -> None:
         )
 
 
-def stepped_params(optimizer: Any) -> list[torch.Tensor]:
+def stepped_params(optimizer: Any) -> list[Tensor]:
     """Return the tensors that an optimizer steps, in its order."""
     groups = optimizer.param_groups
     if len(groups) == 1:
@@ -56,7 +59,7 @@ def stepped_params(optimizer: Any) -> list[torch.Tensor]:
     return [param for group in groups for param in group["params"]]
 
 
-def named_params(optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_params(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter of an optimizer with the best name to be had. Slow; for error messages.
 
     The names that the optimizer was given come first, then those in living modules, then the place in ``param_groups``.
@@ -213,3 +216,70 @@ def takes_flag(optimizer: Any) -> bool:
         return True
     own = [base for base in kind.__mro__ if base.__module__ == module and "_step_supports_amp_scaling" in vars(base)]
     return bool(own) and callable(step) and "grad_scaler" not in inspect.signature(step).parameters
+
+
+# -- to undo a step that meets inf or nan in its middle --
+
+
+class StepCopy:
+    """The parameters, state and options of an optimizer, with their values before a step.
+
+    Args:
+        optimizer: It is about to step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        params = stepped_params(optimizer)
+        # Frozen parameters may be inference tensors, which nothing can write to.
+        self._params = [(param, param.detach().clone()) for param in params if not param.is_inference()]
+        # Other objects in a group, such as a module, stay the ones that they are.
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (group, map_tensors({**group, "params": None}, lambda value: value.detach().clone()))
+            for group in optimizer.param_groups
+        ]
+        state = getattr(optimizer, "state", None)
+        self._state = state if isinstance(state, MutableMapping) else {}
+        # State that refers to a parameter goes on referring to it.
+        memo: dict[int, Any] = {id(param): param for param in params}
+        self._values = {key: copy.deepcopy(value, memo) for key, value in self._state.items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give all of them their values of before."""
+        for param, value in self._params:
+            param.copy_(value)
+        for group, options in self._groups:
+            params = group["params"]
+            group.clear()
+            group.update(options, params=params)
+        self._state.clear()
+        self._state.update(self._values)
+
+
+class GradsCopy:
+    """The gradients that are there before a closure is evaluated, with their values."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._of = [(param, param.grad, param.grad.detach().clone()) for param in params if param.grad is not None]
+
+    @torch.no_grad()
+    def restore(self, params: Iterable[Tensor]) -> None:
+        """Give all parameters what they had."""
+        for param in params:
+            param.grad = None
+        for param, grad, value in self._of:
+            grad.copy_(value)
+            param.grad = grad
+
+
+def state_size(optimizer: Any) -> int:
+    """Return the number of parameters for which the optimizer has a state."""
+    state = getattr(optimizer, "state", None)
+    return len(state) if isinstance(state, Mapping) else 0
+
+
+def forget_state(optimizer: Any, known: int) -> None:
+    """Drop the states that the optimizer has made since it had so many: a skipped step leaves none."""
+    state: Any = getattr(optimizer, "state", None)
+    for key in list(state)[known:] if isinstance(state, Mapping) else ():
+        del state[key]

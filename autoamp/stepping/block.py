@@ -71,7 +71,7 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
         if delay_unscale:
             for guard in guards:
                 guard.grads.collect()
-                guard.leave_block(scale, delayed=scaler if checks else None)
+                guard.grads.scale, guard.grads.delayed = scale, scaler if checks else None
         else:
             _leave(guards, scaler, scale, checks, warns=True)
     finally:
@@ -87,9 +87,9 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
         guard.grads.collect(new_pass=True)
-        guard.pending.unscale_added_params()
         guard.pending.resolve_dropped_grads()
-        if not scaler.checks or not guard.grads.has_any():
+        # Gradients that a block left scaled are brought to the scale of this one.
+        if guard.grads.delayed is None or not scaler.checks or not guard.grads.has_any():
             guard.pending.finish_delayed()
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_without_sync()
@@ -123,6 +123,6 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         is_concerned = guard.grads.has_any() or guard.pending.group is not None
         if warns and not is_concerned:
             warn_without_gradients(guard.name, guard.grads.params())
-        guard.leave_block(1.0, check if is_concerned else None)
-        if checks:
-            guard.pending.block_ended(scaler, scale)
+        guard.grads.scale, guard.grads.delayed = 1.0, None
+        if check is not None:
+            guard.pending.block_ended(check, is_concerned=is_concerned)

@@ -20,14 +20,21 @@ from torch import Tensor
 
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.program import Subscriber
-from autoamp.scaling import LossScaler, Scale, non_finite
-from autoamp.stepping.attach import AttachedMethod, named_params, takes_flag
+from autoamp.scaling import LossScaler, non_finite
+from autoamp.stepping.attach import (
+    AttachedMethod,
+    GradsCopy,
+    StepCopy,
+    forget_state,
+    named_params,
+    state_size,
+    takes_flag,
+)
 from autoamp.stepping.grads import ScaledGrads
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.overflow_checks import OverflowCheck, PendingChecks
 from autoamp.stepping.ranks import several_processes
 from autoamp.stepping.skips import Skips, StepOwner
-from autoamp.stepping.undo import GradsCopy, StepCopy, forget_state, state_size
 from autoamp.tensors import version_of
 
 # So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
@@ -52,8 +59,6 @@ class StepGuard:
         skips: What is known of its steps and skips.
         in_block: Whether a block of this optimizer is open.
         stepping: Whether the optimizer is stepping now, as this guard lets it.
-        last_step_ran: Whether the optimizer was called by the last ``step()``: where it got the flag of an overflow on
-            its device it changed nothing if that was set.
         repeats_closure: Whether the first evaluation of a closure may be repeated at a lower scale. Not where programs
             know nothing of loss scaling: a closure may draw its batch.
         scaled: Whether a block has had a loss of this optimizer.
@@ -70,7 +75,7 @@ class StepGuard:
         self.skips = Skips(type(optimizer).__name__, owner)
         self.pending = PendingChecks(self.skips, self.grads, owner)
         self.in_block = self.stepping = False
-        self.last_step_ran = self.repeats_closure = True
+        self.repeats_closure = True
         self.scaled = self.backward_seen = self.compared_settings = False
 
     @property
@@ -113,19 +118,6 @@ class StepGuard:
             self.pending.checks = []
             attached.detach()
 
-    # -- blocks --
-
-    def leave_block(self, scale: Scale, check: OverflowCheck | None = None, delayed: LossScaler | None = None) -> None:
-        """Take note of how a block ended.
-
-        Args:
-            scale: The scale of the gradients now.
-            check: What was found in them, if they were checked.
-            delayed: The scaler of the block, if they are to be checked later.
-        """
-        self.grads.scale, self.grads.delayed = scale, delayed
-        self.pending.note(check)
-
     def overflowed(self) -> bool:
         """Whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
         found = self.pending.overflowed()
@@ -149,12 +141,10 @@ class StepGuard:
         last_step = self.skips.step
         self.skips.begin()
         self.owner.step_begins(self)
-        self.last_step_ran = True
         if not callable(closure):
             self.owner.refuse_scaled(self)
         self.grads.collect()
         self.pending.finish_delayed()
-        self.pending.unscale_added_params()
         self.pending.recheck(makes_gradients=callable(closure), last_step=last_step)
         try:
             if callable(closure):
@@ -195,8 +185,8 @@ class StepGuard:
         casts = self.owner.casts
         if casts is not None:
             casts.cache.clear()
-        # An optimizer that skipped by itself left the masters as they were, and so are the halves after this.
-        if self.masters is not None and self.last_step_ran:
+        # An optimizer that skips by itself, on its device, leaves the masters as they were.
+        if self.masters is not None and self.skips.step.skipped_by is None:
             self.masters.copy_down()
 
     def _flag_for_device(self) -> Tensor | None:
@@ -246,7 +236,6 @@ class StepGuard:
         Raises:
             NonFiniteGradientsError: There were too many in a row.
         """
-        self.last_step_ran = False
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
         if blamed is None:

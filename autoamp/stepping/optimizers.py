@@ -363,7 +363,6 @@ def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     for guard in guards:
         guard.grads.collect()
         guard.pending.finish_delayed()
-        guard.pending.unscale_added_params()
         norms.append(guard.pending.norm(norm_type))
     if not norms:
         return none

@@ -159,51 +159,50 @@ class PendingChecks:
             self._known = meshes, asked, sync_group(params, meshes, asked)
         return self._known[2]
 
-    def note(self, check: OverflowCheck | None) -> None:
+    def note(self, check: OverflowCheck) -> None:
         """Take note of a check on the gradients as they are now."""
-        if check is not None:
-            self.checks.append(check)
-            self.last, self.agreed = (check.scaler, check.scale), False
+        self.checks.append(check)
+        self.last, self.agreed = (check.scaler, check.scale), False
 
-    def block_ended(self, scaler: LossScaler, scale: Scale) -> None:
-        """Take note of what a block unscaled. Gradients of all other tensors have its scale still."""
+    def block_ended(self, check: OverflowCheck, *, is_concerned: bool) -> None:
+        """Take note of what a block unscaled. Gradients of all other tensors have its scale still.
+
+        Args:
+            check: On the gradients of the block.
+            is_concerned: Whether the next step goes by the check.
+        """
         self._unscaled = self._grads.params()
         # All of them, anew: nothing stays of parameters that the optimizer steps no more.
         self.checked = CheckedGrads()
         self.checked.note(self._unscaled)
-        self.last, self.agreed = (scaler, scale), False
+        self.last, self.agreed = (check.scaler, check.scale), False
+        if is_concerned:
+            self.checks.append(check)
 
     @property
     def has_added_params(self) -> bool:
         """Whether the optimizer got parameters after the last block."""
         return self._unscaled is not None and len(self._grads.params()) != len(self._unscaled)
 
-    def unscale_added_params(self) -> None:
-        """Unscale and check the gradients of what was added to the optimizer after the last block.
-
-        They are taken to be from that block. A gradient does not tell which backward pass made it, so one of a pass
-        that was not scaled is divided too.
-        """
-        # After ``delay_unscale`` all gradients are scaled, and `finish_delayed` unscales all.
-        if self.last is None or self._unscaled is None or self._grads.delayed or not self.has_added_params:
-            return
-        params, (scaler, scale) = self._grads.params(), self.last
-        known = set(map(id, self._unscaled))
-        self._unscaled = params
-        added = [p for p in params if p.grad is not None and id(p) not in known]
-        if added:
-            self.note(OverflowCheck(scaler, scale, unscale_(added, scale, scaler.unread.blank)))
-            self.checked.note(added)
-
     def finish_delayed(self) -> None:
-        """Unscale and check what ``delay_unscale`` left scaled."""
-        grads, scaler, scale = self._grads, self._grads.delayed, self._grads.scale
-        if scaler is not None:
+        """Unscale and check what ``delay_unscale`` left scaled, or what was added after the last block.
+
+        Gradients of what was added are taken to be from that block. A gradient does not tell which backward pass made
+        it, so one of a pass that was not scaled is divided too.
+        """
+        grads, params = self._grads, self._grads.params()
+        if grads.delayed is not None:
+            scaler, scale, scaled = grads.delayed, grads.scale, params
             grads.delayed, grads.scale = None, 1.0
-            if grads.has_any():
-                params = self._unscaled = grads.params()
-                self.note(OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank)))
-                self.checked.note(params)
+        elif self.last is not None and self._unscaled is not None and self.has_added_params:
+            known, (scaler, scale) = set(map(id, self._unscaled)), self.last
+            scaled = [param for param in params if id(param) not in known]
+        else:
+            return
+        self._unscaled = params
+        if any(param.grad is not None for param in scaled):
+            self.note(OverflowCheck(scaler, scale, unscale_(scaled, scale, scaler.unread.blank)))
+            self.checked.note(scaled)
 
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""

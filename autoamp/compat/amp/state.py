@@ -267,8 +267,6 @@ class AmpStash(GroupsOfMasters):
             param.grad = grad if param.grad is None else param.grad.add_(grad)
         guard.grads.collect()
         guard.pending.checks = [*found, *guard.pending.checks]
-        # The guard takes note of the gradients as they are now.
-        guard.leave_block(guard.grads.scale)
 
     def _guard(self, name: str) -> StepGuard:
         runtime, optimizer = current_runtime(), self._optimizer()
