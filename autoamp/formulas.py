@@ -207,13 +207,13 @@ def _fused_kernel_takes(*lists: list[Tensor]) -> bool:
 
 def adam_on_device_(
     values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, lr: Tensor, beta1: float,
-    beta2: float, eps: float, step: Tensor, bias_correction: Any, weight_decay: float, decoupled: bool, skip: Tensor,
-    eps_inside_sqrt: bool = False,
+    beta2: float, eps: float, step: Tensor, bias_correction: Any, weight_decay: float, decoupled: bool,
+    found_inf: Tensor, eps_inside_sqrt: bool = False,
 ) -> None:  # fmt: skip
     """Step by Adam (algorithm 1) or AdamW (algorithm 2), whose numbers are tensors on the parameters' device.
 
-    So the host never waits for the device, and a CUDA graph can capture the step. ``lr``, ``step`` and ``skip`` are
-    tensors without dimensions.
+    So the host never waits for the device, and a CUDA graph can capture the step. ``lr``, ``step`` and ``found_inf``
+    are tensors without dimensions.
 
     Args:
         values: The parameters, written in place.
@@ -228,9 +228,11 @@ def adam_on_device_(
         bias_correction: Whether the averages are divided by ``1 - beta ** step``.
         weight_decay: The weight decay.
         decoupled: Whether the decay is AdamW's. If not, it is added to the gradient.
-        skip: A bool. Where it is true nothing changes, whatever the gradients are.
+        found_inf: Where it is not 0 nothing changes, whatever the gradients are.
         eps_inside_sqrt: Whether ``eps`` is added under the root.
     """
+
+    skip = found_inf != 0
 
     def unless_skipped(neutral: float, value: Tensor | float) -> Tensor:
         return torch.where(skip, neutral, value)
@@ -356,6 +358,7 @@ def write_back(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 ADAM = Rule(_adam_, ("exp_avg", "exp_avg_sq"), "adam_", _fused_adam_)
+ADAM_ON_DEVICE = Rule(adam_on_device_, ("exp_avg", "exp_avg_sq"), "adam_")
 SGD = Rule(_sgd_, ("momentum_buffer",), "sgd_", _fused_sgd_)
 LAMB = Rule(_lamb_, ("exp_avg", "exp_avg_sq"), "lamb_")
 ADAGRAD = Rule(_adagrad_, ("sum",))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.errors import UsageError
-from autoamp.formulas import ADAM, adam_on_device_, write_back
-from autoamp.optimizers.groups import FusedOptimizer, evaluated, in_parts, require, scaling_of
+from autoamp.formulas import ADAM, ADAM_ON_DEVICE, Rule, write_back
+from autoamp.optimizers.groups import FusedOptimizer, evaluated, require, scaling_of
 from autoamp.scaling import widened
 
 
@@ -42,7 +41,6 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
-    _rule = ADAM
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Whether eps is added under the root of the second average. A subclass may set it.
     _eps_inside_sqrt = False
@@ -62,6 +60,14 @@ class FusedAdam(FusedOptimizer):
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay
         }  # fmt: skip
         super().__init__(params, defaults, set_grad_none=set_grad_none)
+
+    @property
+    def _rule(self) -> Rule:  # type: ignore[override]
+        return ADAM_ON_DEVICE if self.capturable else ADAM
+
+    @property
+    def _has_masters(self) -> bool:  # type: ignore[override]
+        return self.master_weights
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -119,57 +125,30 @@ class FusedAdam(FusedOptimizer):
             del self.grad_scale, self.found_inf
         return loss
 
-    def _step(self) -> None:
-        if not self.capturable:
-            super()._step()
-            return
-        for group in self.param_groups:
-            self._step_on_device(group)
-
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
+        numbers = {
+            "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"],
+            "weight_decay": group["weight_decay"], "decoupled": self.adam_w_mode,
+            "bias_correction": bool(group["bias_correction"]), "eps_inside_sqrt": self._eps_inside_sqrt,
+        }  # fmt: skip
         if not self.capturable:
             group["step"] = group.get("step", 0) + 1
-        return {
-            "lr": group["lr"] if self.capturable else float(group["lr"]), "beta1": group["betas"][0],
-            "beta2": group["betas"][1], "eps": group["eps"], "weight_decay": group["weight_decay"],
-            "step": group["step"], "decoupled": self.adam_w_mode, "bias_correction": bool(group["bias_correction"]),
-            "eps_inside_sqrt": self._eps_inside_sqrt,
-        }  # fmt: skip
-
-    def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
-        return self._rule.step_by_kernel(lists, self._masters if self.master_weights else None, **numbers)
-
-    def _step_on_device(self, group: dict[str, Any]) -> None:
-        if not group["params"]:
-            return
-        device = group["params"][0].device
-        skip = torch.zeros((), dtype=torch.bool, device=device)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            skip = found_inf.to(device, non_blocking=True).reshape(()) > 0
-        group["step"] += (~skip).to(group["step"].dtype)
-        numbers = self._numbers(group)
-        lists = self._tensors(group, *self._rule.states)
-        for params, grads, *states in in_parts(
-            *self._left_by_kernel(lists, {**numbers, "found_inf": skip.to(torch.float32)})
-        ):
-            values = self._values(params)
-            adam_on_device_(values, widened(grads), *states, skip=skip, **numbers)
-            write_back(params, values)
+            return {**numbers, "lr": float(group["lr"]), "step": group["step"]}
+        device = group["step"].device
+        found_inf = getattr(self, "found_inf", torch.zeros((), device=device))
+        found_inf = found_inf.to(device, torch.float32, non_blocking=True).reshape(())
+        group["step"] += (found_inf == 0).to(group["step"].dtype)
+        return {**numbers, "lr": group["lr"], "step": group["step"], "found_inf": found_inf}
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None or not grads:
             return grads
         inverse = scale.to(grads[0].device, non_blocking=True).reshape(()).reciprocal()
-        grads = list(torch._foreach_mul(widened(grads), inverse))
+        unscaled = list(torch._foreach_mul(widened(grads), inverse))
         # The optimizer's gradients are unscaled after the step, as after `GradScaler.unscale_`.
-        write_back([grad for param in group["params"] if (grad := self._gradient(param)) is not None], grads)
-        return grads
-
-    def _values(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what is stepped: the parameters, with fp32 copies of half ones; or the copies in the state."""
-        return self._masters(params) if self.master_weights else widened(params)
+        write_back(grads, unscaled)
+        return unscaled
 
 
 def _to_device(group: dict[str, Any]) -> None:
@@ -180,6 +159,7 @@ def _to_device(group: dict[str, Any]) -> None:
             f"FusedAdam: capturable=True takes groups on one device, and one is on {sorted(map(str, devices))}; "
             "make a group for each device"
         )
-    for device in devices:
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
-        group["step"] = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device).clone()
+    # A group may have no parameters.
+    device = next(iter(devices), torch.device("cpu"))
+    group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+    group["step"] = torch.as_tensor(group.get("step", 0), dtype=torch.int32, device=device).clone()

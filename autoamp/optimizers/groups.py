@@ -30,8 +30,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     computes_in_fp32 = True
 
-    # How it steps.
+    # How it steps, and whether it steps copies of all parameters, which are in the state as ``master_param``.
     _rule: Rule
+    _has_masters = False
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 
@@ -70,7 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _step_lists(self, lists: Sequence[list[Tensor]], **numbers: Any) -> None:
         """Step parameters, given their gradients and states: by the kernel, torch's fused operator or the formula."""
-        for part in in_parts(*self._left_by_kernel(lists, numbers)):
+        masters = self._masters if self._has_masters else None
+        for part in _in_parts(*self._rule.step_by_kernel(lists, masters, **numbers)):
             self._step_part(*part, **numbers)
 
     def _step_part(self, params: list[Tensor], grads: list[Tensor], *states: list[Tensor], **numbers: Any) -> None:
@@ -81,13 +83,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._rule.formula(values, wide_grads, *states, **numbers)
         write_back(params, values)
 
-    def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
-        """Step by the kernel what it takes, and return the rest."""
-        return self._rule.step_by_kernel(lists, **numbers)
-
     def _values(self, params: list[Tensor]) -> list[Tensor]:
-        """Return what is stepped: the parameters, with fp32 copies of half ones."""
-        return widened(params)
+        """Return what is stepped: the parameters, with fp32 copies of half ones; or the copies in the state."""
+        return self._masters(params) if self._has_masters else widened(params)
 
     def _masters(self, params: list[Tensor]) -> list[Tensor]:
         """Return the copies of parameters, in the dtype that they are stepped in, which their state keeps."""
@@ -164,7 +162,7 @@ def evaluated(closure: Any) -> Any:
         return closure()
 
 
-def in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
+def _in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Yield parameters, their gradients and their states, in parts of so many elements as are stepped at a time.
 
     A larger parameter is a part alone. What is made of a part, such as fp32 copies of half gradients, can be dropped

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoamp.formulas import LAMB
 from autoamp.optimizers.groups import evaluated, scaling_of
 from autoamp.optimizers.lamb import FusedLAMB
 from autoamp.scaling import widened
@@ -40,6 +41,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         UsageError: ``amsgrad=True``.
     """
 
+    # It may step copies, of which a kernel knows nothing.
+    _rule = dataclasses.replace(LAMB, kernel=None)
     # `torch.amp.GradScaler` reads this: it leaves unscaling and skipping to `step`, and passes itself to it.
     _step_supports_amp_scaling = True
     _options = (*FusedLAMB._options, "reduced_precision_dtype")
@@ -88,11 +91,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         inverse = self._inverse_scale
         return grads if inverse is None else [grad * inverse.to(grad) for grad in widened(grads)]
 
-    def _left_by_kernel(self, lists: Sequence[list[Tensor]], numbers: dict[str, Any]) -> Sequence[list[Tensor]]:
-        # It may step copies, of which a kernel knows nothing.
-        return lists
-
     def _values(self, params: list[Tensor]) -> list[Tensor]:
-        reduced = [param for param in params if param.dtype is self.reduced_precision_dtype]
-        masters = dict(zip(map(id, reduced), self._masters(reduced), strict=True))
-        return widened(masters.get(id(param), param) for param in params)
+        reduced = self.reduced_precision_dtype
+        return widened(self._masters([param])[0] if param.dtype is reduced else param for param in params)

@@ -66,19 +66,14 @@ class FusedNovoGrad(FusedOptimizer):
         }  # fmt: skip
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
+        """Return these and the averages of the gradients' norms, of shape ``()``, which the new norms have entered."""
         params, grads, *states = super()._tensors(group, *names)
-        return params, grads, *states, self._norms(group, params, grads)
-
-    def _norms(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-        """Let the gradients' norms enter their averages in the state, of shape ``()``, and return these."""
-        beta2, norm_type = group["betas"][1], group["norm_type"]
-        averages = []
+        norm_type = group["norm_type"]
         for param, norm in zip(params, gradient_norms(grads, norm_type), strict=True):
             state = self.state[param]
             before = state.get("exp_avg_sq", torch.zeros_like(norm) if group["init_zero"] else norm)
-            state["exp_avg_sq"] = blended_norms(before, norm, beta2, norm_type)
-            averages.append(state["exp_avg_sq"])
-        return averages
+            state["exp_avg_sq"] = blended_norms(before, norm, group["betas"][1], norm_type)
+        return params, grads, *states, [self.state[param]["exp_avg_sq"] for param in params]
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load what ``state_dict`` returned, or that of Apex, which has the norms in the group.

@@ -85,25 +85,15 @@ class FusedSGD(FusedOptimizer):
         )
         super().add_param_group(param_group)
 
-    def step(self, closure: Any = None) -> Any:
-        """Take one step, as `FusedOptimizer.step` does, and set ``most_recent_scale`` back to 1."""
-        loss = super().step(closure)
-        self.most_recent_scale, self.scale_set_by_backward = 1.0, False
-        return loss
-
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         if self.most_recent_scale == 1.0 or not grads:
             return grads
         return list(torch._foreach_mul(widened(grads), 1.0 / self.most_recent_scale))
 
-    def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = ("momentum", "dampening", "weight_decay", "nesterov")
-        numbers = {name: group[name] for name in names}
-        return {**numbers, "lr": float(group["lr"]), "decay_after_momentum": self.wd_after_momentum}
-
     def _step(self) -> None:
         for group in self.param_groups:
-            numbers = self._numbers(group)
+            numbers = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
+            numbers.update(lr=float(group["lr"]), decay_after_momentum=self.wd_after_momentum)
             if not group["momentum"]:
                 self._step_lists(self._tensors(group), **numbers)
                 continue
@@ -114,3 +104,4 @@ class FusedSGD(FusedOptimizer):
                 rows = [row for row in zip(*lists, strict=True) if (id(row[0]) in new) is first]
                 if rows:
                     self._step_lists([list(column) for column in zip(*rows, strict=True)], **numbers, first=first)
+        self.most_recent_scale, self.scale_set_by_backward = 1.0, False

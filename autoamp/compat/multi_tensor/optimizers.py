@@ -129,7 +129,7 @@ def multi_tensor_adam_capturable(
     values, first_values, second_values = widened(masters), widened(firsts), widened(seconds)
     formulas.adam_on_device_(
         values, wide_grads, first_values, second_values, lr=number, beta1=beta1, beta2=beta2, eps=epsilon, step=count,
-        bias_correction=bias_correction, weight_decay=weight_decay, decoupled=mode == 1, skip=skip,
+        bias_correction=bias_correction, weight_decay=weight_decay, decoupled=mode == 1, found_inf=flag,
     )  # fmt: skip
     for tensors, new in zip((masters, firsts, seconds), (values, first_values, second_values), strict=True):
         formulas.write_back(tensors, new)
