@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoamp.errors import UsageError
 from autoamp.formulas import ADAM, ADAM_ON_DEVICE, Rule, write_back
-from autoamp.optimizers.groups import FusedOptimizer, evaluated, require, scaling_of
+from autoamp.optimizers.groups import FusedOptimizer, require
 from autoamp.scaling import widened
 
 
@@ -70,8 +70,7 @@ class FusedAdam(FusedOptimizer):
         return self.master_weights
 
     @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether `torch.amp.GradScaler` leaves unscaling and skipping to ``step``."""
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
         return self.capturable
 
     @property
@@ -96,34 +95,6 @@ class FusedAdam(FusedOptimizer):
         super().load_state_dict(state_dict)
         for group in self.param_groups if self.capturable else ():
             _to_device(group)
-
-    def step(self, closure: Any = None, **scaling: Any) -> Any:
-        """Take one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: Evaluates the loss again, with gradients; its value is returned.
-            **scaling: ``grad_scaler``, the `torch.amp.GradScaler` that scaled the loss, where this is called in place
-                of ``scaler.step(optimizer)``. The signature does not name it, because torch passes its scaler to every
-                ``step`` that does, and warns.
-
-        Raises:
-            UsageError: A gradient is sparse; the optimizer is not capturable and gets an enabled scaler; or an argument
-                of another name is not None.
-        """
-        scaler = scaling.pop("grad_scaler", None)
-        given = [name for name, value in scaling.items() if value is not None]
-        require(not given, f"FusedAdam.step() got {', '.join(given)}; call step(), which takes gradients from .grad")
-        if scaler is None or not scaler.is_enabled():
-            return super().step(closure)
-        require(self.capturable, "FusedAdam.step(grad_scaler=...) wants capturable=True; use scaler.step(optimizer)")
-        loss = evaluated(closure)
-        try:
-            self.grad_scale, self.found_inf = scaling_of(scaler, self)
-            super().step()
-        finally:
-            # `scaler.step` sets both attributes itself and deletes them, so neither may outlast a step.
-            del self.grad_scale, self.found_inf
-        return loss
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
         numbers = {

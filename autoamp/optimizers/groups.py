@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from autoamp.errors import UsageError
 from autoamp.formulas import Rule, write_back
@@ -33,6 +32,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     # How it steps, and whether it steps copies of all parameters, which are in the state as ``master_param``.
     _rule: Rule
     _has_masters = False
+    # Whether `torch.amp.GradScaler` leaves unscaling and skipping to `step`, for which it sets `grad_scale`, None for
+    # unscaled gradients, and `found_inf`: fp32 tensors without dimensions.
+    _step_supports_amp_scaling = False
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 
@@ -47,16 +49,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Clear the gradients: set them to None, or to 0 where ``set_grad_none=False`` was given."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, **given: Any) -> Any:
         """Take one step. Parameters without a gradient stay as they are.
 
         Args:
             closure: Evaluates the loss again, with gradients; its value is returned.
+            **given: Arguments that some versions of Apex take, such as ``grads``; all must be None.
 
         Raises:
-            UsageError: A gradient is sparse.
+            UsageError: A gradient is sparse, or an argument of another name is not None.
         """
-        loss = evaluated(closure)
+        names = [name for name, value in given.items() if value is not None]
+        require(not names, f"{type(self).__name__}.step() got {', '.join(names)}; call step(), which takes gradients "
+                "from .grad, or with a torch.amp.GradScaler scaler.step(optimizer)")  # fmt: skip
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with torch.no_grad():
             self._step()
         return loss
@@ -154,14 +161,6 @@ def _wide(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
-def evaluated(closure: Any) -> Any:
-    """Return the loss that a closure evaluates, with gradients; None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
 def _in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Yield parameters, their gradients and their states, in parts of so many elements as are stepped at a time.
 
@@ -174,22 +173,6 @@ def _in_parts(params: list[Tensor], grads: list[Tensor], *states: list[Tensor]) 
         if end == len(params) or taken + params[end].numel() > (on_cpu if params[end].is_cpu else _AT_ONCE):
             yield params[begin:end], grads[begin:end], *(state[begin:end] for state in states)
             begin, taken = end, 0
-
-
-def scaling_of(scaler: Any, optimizer: Any) -> tuple[Tensor | None, Tensor]:
-    """Return by what a `torch.amp.GradScaler` multiplied an optimizer's gradients, and whether they are finite.
-
-    Both are fp32 tensors without dimensions on the scaler's device, which is not waited for. The first is None where
-    the gradients were unscaled already. The second is 0 where all gradients are finite, else above 0.
-    """
-    state = scaler._per_optimizer_states[id(optimizer)]
-    unscaled = state["stage"] is OptState.UNSCALED
-    found = state["found_inf_per_device"] if unscaled else scaler._check_inf_per_device(optimizer)
-    scale: Tensor = scaler._get_scale_async()
-    total = torch.zeros((), device=scale.device)
-    for inf in found.values():
-        total = total + inf.to(scale.device, non_blocking=True).reshape(())
-    return None if unscaled else scale, total
 
 
 def require(condition: bool, message: str) -> None:

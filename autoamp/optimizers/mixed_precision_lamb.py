@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from autoamp.formulas import LAMB
-from autoamp.optimizers.groups import evaluated, scaling_of
 from autoamp.optimizers.lamb import FusedLAMB
 from autoamp.scaling import widened
 
@@ -17,8 +16,8 @@ from autoamp.scaling import widened
 class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` that can step fp32 copies of half parameters, and takes a `torch.amp.GradScaler`.
 
-    ``scaler.step(optimizer)`` and ``optimizer.step(grad_scaler=scaler)`` unscale the gradients, half ones too, and skip
-    the step where they hold inf or nan. The parameters' own gradients stay scaled.
+    ``scaler.step(optimizer)`` unscales the gradients, half ones too, and skips the step where they hold inf or nan. The
+    host waits for the device to learn that. The parameters' own gradients stay scaled.
 
     Args:
         params: Floating parameters of any shapes, or groups of them as `torch.optim.Optimizer` takes.
@@ -43,11 +42,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     # It may step copies, of which a kernel knows nothing.
     _rule = dataclasses.replace(LAMB, kernel=None)
-    # `torch.amp.GradScaler` reads this: it leaves unscaling and skipping to `step`, and passes itself to it.
     _step_supports_amp_scaling = True
     _options = (*FusedLAMB._options, "reduced_precision_dtype")
-    # 1 / scale during a step whose gradients are scaled, an fp32 tensor without dimensions.
-    _inverse_scale: Tensor | None = None
 
     def __init__(
         self, params: Any, lr: float = 1e-3, step: int = 0, bias_correction: bool = True,
@@ -63,33 +59,17 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         for group in self.param_groups:
             group["step"] = step
 
-    def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
-        """Take one step. Parameters without a gradient stay as they are.
-
-        Args:
-            closure: Evaluates the loss again, with gradients; its value is returned.
-            grad_scaler: The `torch.amp.GradScaler` that scaled the loss. An enabled one makes the step wait for the
-                device.
-
-        Raises:
-            UsageError: A gradient is sparse.
-        """
-        if grad_scaler is None or not grad_scaler.is_enabled():
-            return super().step(closure)
-        loss = evaluated(closure)
-        scale, found = scaling_of(grad_scaler, self)
-        if bool(found):
-            return loss
-        try:
-            self._inverse_scale = None if scale is None else scale.double().reciprocal().float()
-            super().step()
-        finally:
-            self._inverse_scale = None
-        return loss
+    def _step(self) -> None:
+        # To read the flag is to wait for the device.
+        if not bool(getattr(self, "found_inf", False)):
+            super()._step()
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
-        inverse = self._inverse_scale
-        return grads if inverse is None else [grad * inverse.to(grad) for grad in widened(grads)]
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return grads
+        inverse = scale.double().reciprocal().float()
+        return [grad * inverse.to(grad) for grad in widened(grads)]
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
         reduced = self.reduced_precision_dtype

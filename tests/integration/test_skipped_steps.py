@@ -91,9 +91,7 @@ def train(make: Callable[..., Any], way: str, closure: bool, device: str, sizes:
         skipped = not math.isfinite(size)
         if skipped:
             changed += differences(before, copied(optimizer))
-        # This one asks a GradScaler itself, within its step, by an older convention: nobody hears what it does.
-        is_seen = way != "GradScaler" or not isinstance(optimizer, autoamp.optimizers.FusedMixedPrecisionLamb)
-        if is_seen and (handle.last_step_skipped, len(followed) - steps) != (skipped, int(not skipped)):
+        if (handle.last_step_skipped, len(followed) - steps) != (skipped, int(not skipped)):
             changed.append(f"{size}: skipped is {handle.last_step_skipped}, {len(followed) - steps} calls of followers")
     stop()
     return changed, copied(optimizer)

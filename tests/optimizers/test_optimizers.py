@@ -192,55 +192,28 @@ def test_norms_of_an_apex_checkpoint_are_taken() -> None:
     assert "exp_avg_sq" not in optimizer.state_dict()["param_groups"][0]
 
 
-@pytest.mark.parametrize("way", ["plain", "scaler steps", "step gets scaler", "unscaled before", "disabled"])
-def test_mixed_precision_lamb_takes_scaled_gradients(way: str, half: torch.dtype) -> None:
-    plain, ours = (torch.nn.Parameter(torch.full((4,), 2.0, dtype=half)) for _ in range(2))
-    reference = FusedLAMB([plain], lr=0.05)
-    optimizer = FusedMixedPrecisionLamb([ours], lr=0.05)
+@pytest.mark.parametrize("way", ["scaled", "unscaled before", "disabled"])
+def test_mixed_precision_lamb_takes_a_grad_scaler(way: str, half: torch.dtype) -> None:
+    """Every second step overflows, and is none."""
+    dtype = torch.float32 if way == "unscaled before" else half  # GradScaler.unscale_ refuses half gradients
+    plain, ours = (torch.nn.Parameter(torch.full((4,), 2.0, dtype=dtype)) for _ in range(2))
+    reference, optimizer = FusedLAMB([plain], lr=0.05), FusedMixedPrecisionLamb([ours], lr=0.05, step=7)
+    reference.param_groups[0]["step"] = 7
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=way != "disabled")
-    if way == "unscaled before":
-        plain, ours = (torch.nn.Parameter(torch.full((4,), 2.0)) for _ in range(2))
-        reference, optimizer = FusedLAMB([plain], lr=0.05), FusedMixedPrecisionLamb([ours], lr=0.05)
-    factor = 1.0
-    if way not in ("plain", "disabled"):
-        factor = scaler.scale(torch.ones(1)).item()
-        assert factor == 64.0
-    for values in ([1.0, -2.0, 3.0, 0.5], [0.25, 2.0, -1.0, 4.0]):
-        plain.grad = torch.tensor(values).to(plain.dtype)
-        ours.grad = (torch.tensor(values) * factor).to(ours.dtype)
-        reference.step()
-        if way == "scaler steps":
-            with pytest.warns(FutureWarning, match="passing itself"):
-                scaler.step(optimizer)
-            scaler.update()
+    for values in ([1.0, -2.0, 3.0, 0.5], [torch.inf, 1.0, 1.0, 1.0], [0.25, 2.0, -1.0, 4.0]):
+        if way == "disabled" and torch.inf in values:
             continue
+        plain.grad = torch.tensor(values).to(dtype)
+        ours.grad = scaler.scale(torch.tensor(values)).to(dtype)
         if way == "unscaled before":
             scaler.unscale_(optimizer)
-        optimizer.step(grad_scaler=None if way == "plain" else scaler)
-        if way == "unscaled before":
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
+        if torch.inf not in values:
+            reference.step()
     assert torch.equal(ours, plain)
-    assert optimizer.param_groups[0]["step"] == 2
-
-
-def test_mixed_precision_lamb_skips_overflows_and_runs_closures() -> None:
-    param = torch.nn.Parameter(torch.ones(2).half())
-    optimizer = FusedMixedPrecisionLamb([param], step=7)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.ones(1))
-
-    def closure() -> Tensor:
-        param.grad = torch.tensor([torch.inf, 1.0]).half()
-        return torch.tensor(5.0)
-
-    assert optimizer.step(closure, grad_scaler=scaler) == 5.0
-    assert torch.equal(param, torch.ones(2).half())
-    assert optimizer.param_groups[0]["step"] == 7
-    scaler.update()
-    assert scaler.get_scale() == 1.0
-    param.grad = torch.ones(2).half()
-    optimizer.step()
-    assert optimizer.param_groups[0]["step"] == 8
+    assert optimizer.param_groups[0]["step"] == 9
+    assert scaler.get_scale() == (1.0 if way == "disabled" else 32.0)
 
 
 @pytest.mark.parametrize(
@@ -473,9 +446,8 @@ def test_capturable_adam_is_the_plain_one(masters: bool, dtype: torch.dtype, dec
 
 
 @pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("unscale", [False, True])
-def test_capturable_adam_takes_a_grad_scaler(masters: bool, explicit: bool, unscale: bool) -> None:
+def test_capturable_adam_takes_a_grad_scaler(masters: bool, unscale: bool) -> None:
     """Against AdamW in fp64 with the true gradients; every third step overflows, and is none."""
     dtype = torch.float32 if unscale else torch.float16  # GradScaler.unscale_ refuses half gradients
     param = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5]).to(dtype))
@@ -491,10 +463,7 @@ def test_capturable_adam_takes_a_grad_scaler(masters: bool, explicit: bool, unsc
         scale = scaler.get_scale()
         if unscale:
             scaler.unscale_(optimizer)
-        if explicit:
-            optimizer.step(grad_scaler=scaler)
-        else:
-            assert scaler.step(optimizer) is None
+        assert scaler.step(optimizer) is None
         scaler.update()
         if step % 3 == 0:
             assert torch.equal(param, before)
@@ -515,12 +484,17 @@ def test_only_a_capturable_adam_unscales_itself() -> None:
     optimizer = FusedAdam([param])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale((param * param).sum()).backward()
-    with pytest.raises(UsageError, match="capturable=True"):
-        optimizer.step(grad_scaler=scaler)
     scaler.step(optimizer)
     assert param.grad.tolist() == [2.0] * 2
-    with pytest.raises(UsageError, match="grads"):
-        optimizer.step(grads=[torch.ones(2)])
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD, FusedMixedPrecisionLamb])
+def test_arguments_of_a_step_that_are_refused(kind: Any) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step(grads=None, grad_scaler=None)
+    for name, remedy in (("grads", "from .grad"), ("grad_scaler", r"scaler.step\(optimizer\)")):
+        with pytest.raises(UsageError, match=f"got {name}.*{remedy}"):
+            optimizer.step(**{name: 1})
 
 
 def test_masters_of_adam_by_group(half: torch.dtype) -> None:
