@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.errors import UsageError
 from autoamp.formulas import ADAM, ADAM_ON_DEVICE, Rule, write_back
 from autoamp.optimizers.groups import FusedOptimizer, require
 from autoamp.scaling import widened
@@ -125,11 +124,11 @@ class FusedAdam(FusedOptimizer):
 def _to_device(group: dict[str, Any]) -> None:
     """Move the learning rate and the number of steps of a group to the device of its parameters."""
     devices = {param.device for param in group["params"]}
-    if len(devices) > 1:
-        raise UsageError(
-            f"FusedAdam: capturable=True takes groups on one device, and one is on {sorted(map(str, devices))}; "
-            "make a group for each device"
-        )
+    require(
+        len(devices) <= 1,
+        f"FusedAdam: capturable=True takes groups on one device, and one is on {sorted(map(str, devices))}; "
+        "make a group for each device",
+    )
     # A group may have no parameters.
     device = next(iter(devices), torch.device("cpu"))
     group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()

@@ -80,13 +80,10 @@ class Reducer:
 
     def __init__(self, module_or_grads_list: Module | Iterable[Tensor]) -> None:
         self._grouped = _needs_reduction("Reducer")
-        self.module: Module | None = None
-        self.grads: list[Tensor] = []
-        if not isinstance(module_or_grads_list, Module):
-            self.grads = list(module_or_grads_list)
-            return
-        self.module = module_or_grads_list
-        if self._grouped:
+        given = module_or_grads_list
+        self.module = given if isinstance(given, Module) else None
+        self.grads = [] if isinstance(given, Module) else list(given)
+        if self._grouped and self.module is not None:
             _broadcast(self.module.parameters(), self)
 
     def reduce(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,10 +13,7 @@ from autoamp.errors import UsageError
 
 def _of_wrapped(name: str) -> Any:
     """Return a property that is an attribute of the wrapped optimizer."""
-
-    def get(larc: LARC) -> Any:
-        return getattr(larc.optim, name)
-
+    get = attrgetter(f"optim.{name}")
     return property(get, lambda larc, value: setattr(larc.optim, name, value), doc=f"The wrapped optimizer's {name}.")
 
 
@@ -93,25 +91,25 @@ class LARC(torch.optim.Optimizer):
         grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
         if any(grad.layout is not torch.strided for grad in grads):
             raise UsageError("LARC takes no sparse gradients; use torch.nn.Embedding(..., sparse=False)")
-        decays = [group.get("weight_decay", 0.0) for group in self.param_groups]
+        decays = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
         try:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = 0.0
-                self._scale_gradients(group, decay)
+            for group in self.param_groups:
+                self._scale_gradients(group)
+            for group, _ in decays:
+                group["weight_decay"] = 0.0
             self.optim.step()
         finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                if "weight_decay" in group:
-                    group["weight_decay"] = decay
+            for group, decay in decays:
+                group["weight_decay"] = decay
         return loss
 
     @torch.no_grad()
-    def _scale_gradients(self, group: dict[str, Any], decay: float) -> None:
+    def _scale_gradients(self, group: dict[str, Any]) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         if not params:
             return
         grads: list[Tensor] = [param.grad for param in params]
+        decay = group.get("weight_decay", 0.0)
         # Squares in fp16 would overflow.
         dtype = torch.float64 if any(param.dtype is torch.float64 for param in params) else torch.float32
         weight_norms, grad_norms = (torch._foreach_norm(tensors, 2, dtype=dtype) for tensors in (params, grads))

@@ -225,13 +225,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
     """
     if group_size == 0:
         return None
-    grouped = has_group()
-    world = dist.get_world_size() if grouped else 1
+    world = dist.get_world_size() if has_group() else 1
     if group_size < 0 or group_size > world or world % group_size:
         raise ValueError(f"group_size={group_size} must divide the world size {world}; choose a divisor, or 0 for all")
-    own = None
-    for first in range(0, world if grouped else 0, group_size):
-        ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)
-        own = group if dist.get_rank() in ranks else own
-    return own
+    return dist.new_subgroups(group_size)[0] if has_group() else None
