@@ -201,9 +201,11 @@ class GuardedOptimizers(StepOwner[StepGuard]):
                 self.left_scaled.note([half, masters.get(half)], scale, reason)
 
     def _forget_added(self, guard: StepGuard) -> None:
-        """Forget what blocks left scaled in an optimizer that got parameters since: these are going to be unscaled."""
-        if self.left_scaled and guard.pending.has_added_params:
-            self.left_scaled.forget(guard.grads.leaves())
+        """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
+        if self.left_scaled and (added := guard.pending.added_params()):
+            pairs = () if guard.masters is None else guard.masters.pairs
+            known = set(map(id, added))
+            self.left_scaled.forget([*added, *(half for half, master in pairs if id(master) in known)])
 
     def compare_settings(self, guard: StepGuard) -> None:
         """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""

@@ -179,10 +179,13 @@ class PendingChecks:
         if is_concerned:
             self.checks.append(check)
 
-    @property
-    def has_added_params(self) -> bool:
-        """Whether the optimizer got parameters after the last block."""
-        return self._unscaled is not None and len(self._grads.params()) != len(self._unscaled)
+    def added_params(self) -> list[Tensor]:
+        """Return the parameters that the optimizer got after the last block."""
+        params = self._grads.params()
+        if self._unscaled is None or len(params) == len(self._unscaled):
+            return []
+        known = set(map(id, self._unscaled))
+        return [param for param in params if id(param) not in known]
 
     def finish_delayed(self) -> None:
         """Unscale and check what ``delay_unscale`` left scaled, or what was added after the last block.
@@ -194,9 +197,8 @@ class PendingChecks:
         if grads.delayed is not None:
             scaler, scale, scaled = grads.delayed, grads.scale, params
             grads.delayed, grads.scale = None, 1.0
-        elif self.last is not None and self._unscaled is not None and self.has_added_params:
-            known, (scaler, scale) = set(map(id, self._unscaled)), self.last
-            scaled = [param for param in params if id(param) not in known]
+        elif self.last is not None and (scaled := self.added_params()):
+            scaler, scale = self.last
         else:
             return
         self._unscaled = params

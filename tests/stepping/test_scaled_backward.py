@@ -496,6 +496,18 @@ def test_a_group_that_is_added_after_the_block_may_accumulate(handle: autoamp.Ha
     pair.assert_moved(2.0, 2.0)
 
 
+def test_a_group_that_is_added_hides_no_gradients_that_a_block_left_scaled(handle: autoamp.Handle) -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    one, two = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    with handle.scale_loss(loss_of(first), one) as scaled:
+        scaled.backward()
+    one.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with handle.scale_loss(loss_of(first, second), two) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="multiplied by the loss scale"):
+        one.step()
+
+
 def test_scaled_gradients_of_a_forgotten_optimizer_are_not_clipped(handle: autoamp.Handle) -> None:
     first, second = Linear(4, 4), Linear(4, 4)
     one, two = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
