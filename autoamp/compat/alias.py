@@ -29,11 +29,6 @@ from autoamp.errors import UsageError
 from autoamp.levels import LevelName, check_level
 from autoamp.runtime import OnNonfinite, Settings
 
-__all__ = [
-    "APEX_VERSION", "Options", "added_to_real_apex", "explain_real_apex", "install_as_apex", "is_installed", "options",
-    "real_apex", "uninstall",
-]  # fmt: skip
-
 # Of the last Apex that had `apex.amp`.
 APEX_VERSION = "0.1"
 

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["REMEDIES", "missing_names", "remedy_for"]
-
 _PAGE = "see the migration page, docs/migration.md, for what torch has in its place"
 
 _ATTENTION = "use torch.nn.functional.scaled_dot_product_attention or torch.nn.MultiheadAttention"

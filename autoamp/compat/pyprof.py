@@ -7,8 +7,6 @@ from typing import Any
 
 from autoamp.errors import UsageError
 
-__all__ = ["init", "wrap"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from autoamp.compat.amp.state import AmpHandle, AmpStash, NoOpHandle, amp_state
 from autoamp.errors import CheckpointError, UsageError, warn_user
 from autoamp.parallel import DistributedDataParallel
 
-__all__ = ["init", "initialize", "load_state_dict", "state_dict"]
-
 
 class _Unnamed(str):
     """The type of the default of ``opt_level``: a library that passes it on names no level either."""

@@ -8,8 +8,6 @@ from typing import Any
 from autoamp.ops import expand
 from autoamp.rules import CastPolicy, load_table
 
-__all__ = ["changed_lists", "lists_of"]
-
 _MODULES = ("functional_overrides", "tensor_overrides", "torch_overrides")
 _POLICIES = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "SEQUENCE_CASTS": "promote"}
 

@@ -13,8 +13,6 @@ from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.tensors import HALF_DTYPES
 
-__all__ = ["O0", "O1", "O2", "O3", "Properties", "as_flag", "as_number", "as_scale", "as_type", "fill", "opt_levels"]
-
 _FLAGS = {
     None: None, True: True, False: False, "True": True, "False": False, "None": None, "": None,
     "true": True, "false": False, "1": True, "0": False,

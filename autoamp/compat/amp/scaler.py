@@ -11,8 +11,6 @@ from torch import Tensor
 from autoamp import scaling
 from autoamp.compat.amp.state import ScalerView
 
-__all__ = ["LossScaler"]
-
 
 class LossScaler(ScalerView):
     """A loss scaler whose caller unscales gradients by ``unscale`` and then moves the scale by ``update_scale``.

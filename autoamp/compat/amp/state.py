@@ -22,8 +22,6 @@ from autoamp.runtime import current_handle, current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler
 from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, read_checks, scaled_block
 
-__all__ = ["AmpHandle", "AmpStash", "AmpState", "NoOpHandle", "ScalerView", "amp_handle", "amp_state"]
-
 
 class _ScalerField:
     """An option of a dynamic scaler by Apex's name. A static one shows ``static``, and writing to it does nothing."""

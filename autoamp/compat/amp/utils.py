@@ -12,8 +12,6 @@ from torch import Tensor
 from autoamp.errors import UsageError
 from autoamp.tensors import map_tensors
 
-__all__ = ["OptimWrapper", "filter_attrs", "has_old_rnns", "is_fp_tensor", "maybe_float", "maybe_half"]
-
 
 def is_fp_tensor(value: Any) -> bool:
     """Whether a value is a floating tensor, or a tuple or list of nothing else."""

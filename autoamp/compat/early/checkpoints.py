@@ -13,8 +13,6 @@ from torch import Tensor
 
 from autoamp.errors import CheckpointError
 
-__all__ = ["converted_state"]
-
 
 def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> Mapping[str, Any]:
     """Return an early checkpoint as `autoamp.FP16_Optimizer.load_state_dict` takes it; any other as it is.

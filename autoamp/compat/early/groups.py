@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["GroupsOfMasters"]
-
 
 class GroupsOfMasters:
     """Gives what has pairs of parameters and masters, and the groups of an optimizer, the lists that programs read."""

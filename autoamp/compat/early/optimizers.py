@@ -20,8 +20,6 @@ from autoamp.compat.early.scalers import CurScale, PokedDynamicScaler, PokedStat
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, widened
 
-__all__ = ["ContribFusedAdam", "FP16_Optimizer", "FusedAdam"]
-
 
 class FusedAdam(optimizers.FusedAdam):
     """`autoamp.optimizers.FusedAdam` that takes the arguments of early 2019 too.

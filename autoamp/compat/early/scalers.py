@@ -9,8 +9,6 @@ from torch import Tensor
 
 from autoamp import fp16_utils, scaling
 
-__all__ = ["CurScale", "DynamicLossScaler", "LossScaler", "PokedDynamicScaler", "PokedStaticScaler", "set_scale"]
-
 
 def set_scale(scaler: scaling.LossScaler, scale: float) -> None:
     """Set a scaler's scale. As in Apex it may be beyond a dynamic scaler's limits, which give way.

@@ -21,8 +21,6 @@ import torch
 from autoamp.errors import UsageError
 from autoamp.patching import PatchSet, imitate
 
-__all__ = ["ModulePatches", "disable", "enable", "replace"]
-
 log = logging.getLogger(__name__)
 
 _OPERATORS = ("nms", "qnms")

@@ -27,8 +27,6 @@ from autoamp.runtime import BaseHandle, activated, current_handle, current_runti
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.stepping import master_of, open_blocks, stepped_params
 
-__all__ = ["watch"]
-
 log = logging.getLogger(__name__)
 
 _PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")

@@ -12,8 +12,6 @@ from autoamp import scaling
 from autoamp.errors import UsageError
 from autoamp.normalization import FusedLayerNorm
 
-__all__ = ["FastLayerNorm", "SoftmaxCrossEntropyLoss", "clip_grad_norm_"]
-
 
 class SoftmaxCrossEntropyLoss:
     """Cross entropy with label smoothing (Szegedy et al. 2015, arXiv:1512.00567), called by ``apply``."""

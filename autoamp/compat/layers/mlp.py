@@ -12,15 +12,6 @@ from torch.nn import Module, Parameter
 
 from autoamp.errors import UsageError
 
-__all__ = [
-    "MLP",
-    "FusedDense",
-    "FusedDenseGeluDense",
-    "fused_dense_function",
-    "fused_dense_gelu_dense_function",
-    "mlp_function",
-]
-
 # The place in this tuple is the number that `mlp_function` takes.
 _ACTIVATIONS = ("none", "relu", "sigmoid")
 

@@ -16,8 +16,6 @@ from torch.nn import Module, Parameter
 
 from autoamp.errors import UsageError
 
-__all__ = ["GRU", "LSTM", "ReLU", "Tanh", "bidirectionalRNN", "mLSTM", "stackedRNN"]
-
 
 class RNNCell(Module):
     """One layer: the weights, the hidden state, and what happens at one time step.

@@ -14,8 +14,6 @@ from torch.nn import Module, Parameter
 from autoamp.errors import UsageError
 from autoamp.torch_private import normed_weight
 
-__all__ = ["WeightNorm", "apply_weight_norm", "remove_weight_norm"]
-
 
 class WeightNorm:
     """Weight norm (Salimans, Kingma 2016, arXiv:1602.07868): ``weight = g * v / |v|``, computed before each forward.

@@ -18,11 +18,6 @@ from autoamp.compat.multi_tensor.tensor_lists import TensorLists, checked
 from autoamp.errors import UsageError
 from autoamp.scaling import widened
 
-__all__ = [
-    "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_lamb", "multi_tensor_lamb_stage1",
-    "multi_tensor_lamb_stage2", "multi_tensor_sgd",
-]  # fmt: skip
-
 
 @torch.no_grad()
 def multi_tensor_sgd(

@@ -16,11 +16,6 @@ from torch import Tensor
 from autoamp.errors import UsageError
 from autoamp.scaling import widened
 
-__all__ = [
-    "MultiTensorApply", "checked", "multi_tensor_applier", "multi_tensor_axpby", "multi_tensor_l2norm",
-    "multi_tensor_scale",
-]  # fmt: skip
-
 TensorLists = Sequence[Sequence[Tensor]]
 
 
