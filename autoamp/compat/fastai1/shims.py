@@ -6,13 +6,15 @@ Every shim writes to fastai's own modules and classes, never to torch or pandas,
 from __future__ import annotations
 
 import functools
+import importlib.abc
 import importlib.util
 import inspect
 import logging
 import sys
 import types
 from collections.abc import Callable, Sequence, Sized
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,7 +25,7 @@ from autoamp.patching import PatchSet, imitate
 
 log = logging.getLogger(__name__)
 
-_OPERATORS = ("nms", "qnms")
+_SPACY = ("spacy", "spacy.symbols")
 
 
 Shim = Callable[[PatchSet, Any], None]
@@ -170,42 +172,36 @@ def _solve_by_linalg(patches: PatchSet, module: Any) -> None:
 
 def _ragged(original: Any) -> Any:
     def array(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        items = a if isinstance(a, Sized) or hasattr(a, "__array_interface__") else list(a)
-        if dtype is None and not kwargs and _is_ragged(items):
+        items = a if isinstance(a, Sized) else list(a)
+        try:
+            return original(items, dtype=dtype, **kwargs)
+        except ValueError:
+            if dtype is not None or kwargs:
+                raise
             return _of_objects(items)
-        return original(items, dtype=dtype, **kwargs)
 
-    return array
-
-
-def _is_ragged(items: Any) -> bool:
-    """Whether these are sequences of several lengths, of which numpy 1.24 and later make no array unasked."""
-    if not isinstance(items, (list, tuple)) or not all(
-        isinstance(item, (list, tuple, numpy.ndarray)) for item in items
-    ):
-        return False
-    return len({len(item) for item in items}) > 1
-
-
-def _of_objects(items: Sequence[Any]) -> Any:
-    """Return a one-dimensional array whose elements are these sequences."""
-    array = numpy.empty(len(items), dtype=object)
-    array[:] = items
     return array
 
 
 def _permutation(x: Any) -> Any:
     """Do what `numpy.random.permutation` does, also with sequences of several lengths: one is one element then."""
-    return numpy.random.permutation(_of_objects(x) if _is_ragged(x) else x)
+    try:
+        return numpy.random.permutation(x)
+    except ValueError:
+        return numpy.random.permutation(_of_objects(x))
+
+
+def _of_objects(items: Sequence[Any]) -> Any:
+    """Return a one-dimensional array of sequences. numpy 1.24 and later make none unasked if their lengths differ."""
+    array = numpy.empty(len(items), dtype=object)
+    array[:] = items
+    return array
 
 
 def _around_numpy(patches: PatchSet, module: Any) -> None:
-    """Replace what makes ragged arrays, and numpy itself. With an older numpy it does nothing."""
-    if numpy.lib.NumpyVersion(numpy.__version__) < "1.24.0":
-        return
+    """Replace what makes ragged arrays, and numpy itself, which lacks names of types since 1.24: the builtins."""
     if vars(module).get("np") is numpy:
         random = _overlay(numpy.random, permutation=_permutation)
-        # What the names of types stood for that left numpy in 1.24: the builtins.
         old = _overlay(numpy, random=random, int=int, float=float, bool=bool, object=object)
         patches.replace(module, "np", old)
     if isinstance(vars(module).get("array"), types.FunctionType):
@@ -219,14 +215,16 @@ def _data_block(patches: PatchSet, module: Any) -> None:
 
 def _around_spacy(patches: PatchSet, module: Any) -> None:
     """Make the default tokenizer of what today's spacy takes: ``blank(disable=)`` is gone since 3.0."""
-    if getattr(module.spacy, "__version__", "2").split(".")[0] in ("1", "2"):
-        return
+    if isinstance(module.spacy, _NoSpacy):
+        for name in _SPACY:
+            del sys.modules[name]
+    elif int(module.spacy.__version__.partition(".")[0]) >= 3:
 
-    def init(self: Any, lang: str) -> None:
-        # A blank pipeline has no parser, tagger or entity recognizer that were to be disabled.
-        self.tok = module.spacy.blank(lang)
+        def init(self: Any, lang: str) -> None:
+            # A blank pipeline has no parser, tagger or entity recognizer that were to be disabled.
+            self.tok = module.spacy.blank(lang)
 
-    replace(patches, module.SpacyTokenizer, "__init__", lambda _: init)
+        replace(patches, module.SpacyTokenizer, "__init__", lambda _: init)
 
 
 _shims = ModulePatches({
@@ -245,88 +243,48 @@ _shims = ModulePatches({
 # -- imports --
 
 
-class _Finder:
-    """Gives torchvision and fastai.text.transform, when they are imported, loaders that know what these lack here."""
+class _Preparation(importlib.abc.MetaPathFinder):
+    """Prepares the imports of torchvision and of fastai.text.transform. It finds no module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's own spec with another loader; see `importlib.abc.MetaPathFinder`."""
-        loader = _LOADERS.get(fullname)
-        if loader is None:
+        """Do what the module's import needs, and leave it to the other finders; see `importlib.abc.MetaPathFinder`."""
+        if fullname == "torchvision":
+            _declare_operators(PathFinder.find_spec(fullname))
+        elif fullname != "fastai.text.transform" or "spacy" in sys.modules:
             return None
-        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = loader(spec.loader)  # type: ignore[assignment]
-        return spec
+        elif importlib.util.find_spec("spacy") is None:
+            # Until `_around_spacy` finds the module imported.
+            sys.modules.update(dict.fromkeys(_SPACY, _NoSpacy("spacy")))
+        return None
 
 
-class _Loader:
-    """Another loader, for a subclass to go around its `exec_module`."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        """Make the module; see `importlib.abc.Loader`."""
-        module: types.ModuleType | None = self._loader.create_module(spec)
-        return module
-
-
-class _SecondTry(_Loader):
-    """Declares torchvision's operators where its import says that they are not there, and imports it once more."""
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Run the module, a second time if it lacks an operator."""
-        fresh = dict(vars(module))
-        try:
-            self._loader.exec_module(module)
-        except RuntimeError as error:
-            if "operator torchvision::" not in str(error):
-                raise
-            for name in [name for name in sys.modules if name.startswith("torchvision.")]:
-                del sys.modules[name]
-            vars(module).clear()
-            vars(module).update(fresh)
-            for operator in _OPERATORS:
-                schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                torch.library.define(f"torchvision::{operator}", schema)
-            log.info("torchvision's operators cannot be loaded beside this torch: %s", error)
-            self._loader.exec_module(module)
+def _declare_operators(torchvision: ModuleSpec | None) -> None:
+    """Declare the operators that torchvision's import looks for, if its library has none for this torch."""
+    for folder in [] if torchvision is None else torchvision.submodule_search_locations or ():
+        for library in Path(folder).glob("_C.*"):
+            try:
+                torch.ops.load_library(library)
+            except OSError as error:
+                log.info("torchvision's operators cannot be loaded beside this torch: %s", error)
+    for operator in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, operator):
+            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{operator}", schema)
 
 
-class _WithoutSpacy(_Loader):
-    """Lets fastai.text.transform be imported where spacy is not installed, which its default tokenizer alone needs."""
+class _NoSpacy(types.ModuleType):
+    """Stands for spacy, which fastai's default tokenizer alone needs, while fastai.text.transform is imported."""
 
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Run the module, beside a stand-in for spacy that is there for that time alone."""
-        if "spacy" in sys.modules or importlib.util.find_spec("spacy") is not None:
-            self._loader.exec_module(module)
-            return
-        spacy, symbols = types.ModuleType("spacy"), types.ModuleType("spacy.symbols")
-        vars(spacy).update(__version__="3", blank=_refuse_to_tokenize)
-        vars(symbols)["ORTH"] = "ORTH"
-        sys.modules |= {"spacy": spacy, "spacy.symbols": symbols}
-        try:
-            self._loader.exec_module(module)
-        finally:
-            for name in ("spacy", "spacy.symbols"):
-                sys.modules.pop(name, None)
+    ORTH = "ORTH"
 
-
-def _refuse_to_tokenize(lang: str) -> Any:
-    """Say what is missing: fastai's default tokenizer calls this for ``spacy.blank`` where spacy is not installed."""
-    raise UsageError(
-        f"fastai's default tokenizer needs spacy, which is not installed (spacy.blank({lang!r})): install it, or give "
-        "a tokenizer of your own, as in Tokenizer(tok_func=BaseTokenizer)"
-    )
-
-
-_LOADERS: dict[str, type[_Loader]] = {"torchvision": _SecondTry, "fastai.text.transform": _WithoutSpacy}
+    def blank(self, lang: str, disable: Any) -> Any:
+        """Say what is missing: fastai's default tokenizer calls this for ``spacy.blank``."""
+        raise UsageError(
+            f"fastai's default tokenizer needs spacy, which is not installed (spacy.blank({lang!r})): install it, or "
+            "give a tokenizer of your own, as in Tokenizer(tok_func=BaseTokenizer)"
+        )
 
 
 def enable() -> None:
@@ -346,12 +304,12 @@ def enable() -> None:
     - torchvision's wheel from PyPI is built for CUDA: where a CPU torch cannot load its operators, the two that its
       import looks for are declared. `disable` leaves them declared, since an imported torchvision needs them.
     """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    if not any(isinstance(finder, _Preparation) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Preparation())
     _shims.enable()
 
 
 def disable() -> None:
     """Undo `enable`: every patched attribute is again the object it was."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Preparation)]
     _shims.disable()

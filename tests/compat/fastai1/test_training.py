@@ -549,21 +549,13 @@ def test_an_optimizer_without_that_choice_clears_as_it_does(package: Path) -> No
     assert clearing.cleared == 1
 
 
-TORCHVISION = """
-import sys
-import torch
-from torchvision import inner
-sys.tried = [*getattr(sys, "tried", ()), inner]
-torch.library.register_fake("torchvision::nms")(lambda dets, scores, threshold: dets)
-"""
-
-
 def test_torchvision_without_its_operators_is_imported(tmp_path: Path) -> None:
     """In a process of its own, since declarations to torch stay; `import autoamp` alone imports no such library."""
     directory = tmp_path / "torchvision"
     directory.mkdir()
-    (directory / "__init__.py").write_text(TORCHVISION)
-    (directory / "inner.py").write_text("")
+    (directory / "__init__.py").write_text("import torch\ntorch.library.register_fake('torchvision::nms')(print)\n")
+    # No library, as where it was built for a CUDA that is not there.
+    (directory / "_C.so").touch()
     program = (
         "import sys\n"
         f"sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
@@ -574,29 +566,12 @@ def test_torchvision_without_its_operators_is_imported(tmp_path: Path) -> None:
         "    import torchvision\n"
         "except RuntimeError as error:\n"
         "    print('operator' in str(error))\n"
-        "sys.modules.pop('torchvision.inner')\n"
         "fastai1.enable()\n"
         "import torchvision\n"
         "fastai1.disable()\n"
-        "tried, left = sys.tried, [one for one in sys.meta_path if type(one).__module__.startswith('autoamp')]\n"
-        "print(len(tried), tried[1] is not tried[2], left, torchvision.__spec__.name)\n"
+        "print([one for one in sys.meta_path if type(one).__module__.startswith('autoamp')])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.splitlines() == ["[]", "True", "3 True [] torchvision"], done.stderr
-
-
-def test_another_error_of_torchvision_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = tmp_path / "torchvision"
-    directory.mkdir()
-    (directory / "__init__.py").write_text("raise RuntimeError('broken')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    forget()
-    fastai1.enable()
-    try:
-        with pytest.raises(RuntimeError, match="broken"):
-            importlib.import_module("torchvision")
-    finally:
-        fastai1.disable()
-        forget()
+    assert done.stdout.splitlines() == ["[]", "True", "[]"], done.stderr
