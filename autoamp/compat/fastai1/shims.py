@@ -172,7 +172,7 @@ def _solve_by_linalg(patches: PatchSet, module: Any) -> None:
 
 def _ragged(original: Any) -> Any:
     def array(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        items = a if isinstance(a, Sized) else list(a)
+        items: Any = a if isinstance(a, Sized) else list(a)
         try:
             return original(items, dtype=dtype, **kwargs)
         except ValueError:
