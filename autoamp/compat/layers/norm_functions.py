@@ -41,25 +41,22 @@ class _Function:
 class FusedLayerNormAffineFunction(_Function):
     """Layer norm with weights; the result has the dtype of its input."""
 
-    @staticmethod
+    _has_dtype_of_weight = False
+
+    @classmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
+        cls, ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:  # fmt: skip
         """Normalise over the last dimensions, then multiply by ``weight`` and add ``bias``."""
-        return wide_layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+        dtype = weight.dtype if cls._has_dtype_of_weight else input.dtype
+        return wide_layer_norm(input, normalized_shape, weight, bias, eps, dtype)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
     """Layer norm with weights; the result has their dtype."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """Normalise over the last dimensions, then multiply by ``weight`` and add ``bias``."""
-        return wide_layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+    _has_dtype_of_weight = True
 
 
 class FusedLayerNormFunction(_Function):
@@ -74,23 +71,22 @@ class FusedLayerNormFunction(_Function):
 class FusedRMSNormAffineFunction(_Function):
     """RMS norm with weights; the result has the dtype of its input."""
 
-    @staticmethod
+    _has_dtype_of_weight = False
+
+    @classmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
+        cls, ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Divide by the root of the mean square over the last dimensions, then multiply by ``weight``."""
-        return wide_rms_norm(input, normalized_shape, weight, eps, input.dtype)
+        dtype = weight.dtype if cls._has_dtype_of_weight else input.dtype
+        return wide_rms_norm(input, normalized_shape, weight, eps, dtype)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
     """RMS norm with weights; the result has their dtype."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        """Divide by the root of the mean square over the last dimensions, then multiply by ``weight``."""
-        return wide_rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+    _has_dtype_of_weight = True
 
 
 class FusedRMSNormFunction(_Function):
