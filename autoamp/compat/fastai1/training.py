@@ -1,6 +1,6 @@
 """A `Learner` of fastai v1 trains unchanged under ``autoamp.init()``.
 
-While a handle is active, the loss of every batch that fastai trains on is scaled for its backward pass, a skipped step
+While a handle is active, the first batch that fastai trains on starts `autoamp.Handle.auto_scale`, a skipped step
 decays no weights, and ``learn.to_fp16()`` chooses the loss scale. fastai may be imported before or after; where it is
 not, this costs nothing.
 """
@@ -11,25 +11,21 @@ import functools
 import inspect
 import logging
 import sys
-import threading
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
-from autoamp.auto_scaling import reached_by
 from autoamp.compat.fastai1.shims import ModulePatches, replace
 from autoamp.errors import UsageError
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.patching import PatchSet, original_of
-from autoamp.runtime import BaseHandle, activated, current_handle, current_runtime, runtime_of, suspended
+from autoamp.runtime import activated, current_handle, current_runtime, runtime_of, suspended
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
-from autoamp.stepping import master_of, open_blocks, stepped_params
 
 log = logging.getLogger(__name__)
 
-_PATCHED = ("loss_batch", "CallbackHandler", "OptimWrapper")
+_PATCHED = ("loss_batch", "OptimWrapper")
 
 
 def watch() -> None:
@@ -44,7 +40,6 @@ def _follow_training(patches: PatchSet, module: Any) -> None:
         log.warning("%s lacks some of %s: its losses are not scaled", module.__name__, ", ".join(_PATCHED))
         return
     replace(patches, module, "loss_batch", functools.partial(_around_loss_batch, module.OptimWrapper))
-    replace(patches, module.CallbackHandler, "on_backward_begin", _around_on_backward_begin)
     replace(patches, module.OptimWrapper, "step", _around_step)
     _rebind(patches, module, "loss_batch")
 
@@ -69,97 +64,21 @@ activated.append(lambda _: _training.enable())
 suspended.append(_training.disable)
 
 
-class _Batch:
-    """One training batch, whose loss is scaled when ``backward()`` is called on it.
-
-    To that end the loss itself gets another ``backward``. A scaled copy in its place would be what callbacks and the
-    recorder see.
-
-    Args:
-        handle: The active handle.
-        optimizer: The optimizer that steps after the batch.
-    """
-
-    def __init__(self, handle: BaseHandle, optimizer: Optimizer) -> None:
-        self._handle = handle
-        self._optimizer = optimizer
-        self._loss: Tensor | None = None
-
-    def take(self, loss: Any) -> None:
-        """Make this the loss of the batch. What is no floating tensor is not scaled."""
-        self.let_go()
-        if isinstance(loss, Tensor) and loss.is_floating_point():
-            self._loss = loss
-            vars(loss)["backward"] = self._backward
-
-    def let_go(self) -> Tensor | None:
-        """Take the method off the loss again, and return the loss; None where there is none."""
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            vars(loss).pop("backward", None)
-        return loss
-
-    def _backward(self, *args: Any, **kwargs: Any) -> None:
-        loss = self.let_go()
-        if loss is None:
-            raise UsageError("backward() of this loss was called before; call it once, on the loss itself")
-        if open_blocks.count:
-            # The program runs a loss_batch of its own, with a scale_loss block in it.
-            loss.backward(*args, **kwargs)
-            return
-        leaves, stepped = reached_by([loss], kwargs.get("inputs"))[0], set(map(id, stepped_params(self._optimizer)))
-        others = [leaf for leaf in leaves if stepped.isdisjoint({id(leaf), id(master_of(leaf))})]
-        # An optimizer that never steps stands for the other leaves, so that the block unscales and checks theirs too.
-        # fastai does not clear their gradients, so inf and nan in them would overflow each batch to come.
-        before = [leaf.grad for leaf in others]
-        for leaf in others:
-            leaf.grad = None
-        optimizers = [self._optimizer, SGD(others)] if others else self._optimizer
-        with self._handle.scale_loss(loss, optimizers) as scaled_loss:
-            scaled_loss.backward(*args, **kwargs)
-        for leaf, gradient in zip(others, before, strict=True):
-            new = None if leaf.grad is None else leaf.grad.nan_to_num(0.0, 0.0, 0.0)
-            leaf.grad = gradient if new is None else new if gradient is None else gradient + new
-
-
-class _Batches(threading.local):
-    """The batches that a thread is in, the innermost last: a callback of fastai may train on others within one."""
-
-    def __init__(self) -> None:
-        self.open: list[_Batch] = []
-
-
-_batches = _Batches()
-
-
 def _around_loss_batch(wrapper: Any, original: Any) -> Any:
+    """Return what scales the backward passes of the program from its first training batch on."""
+
     def loss_batch(*args: Any, **kwargs: Any) -> Any:
         opt = args[4] if len(args) > 4 else kwargs.get("opt")
+        runtime = current_runtime()
         # An OptimWrapper answers every name, so what it wraps is asked for by its type.
-        optimizer = opt.opt if isinstance(opt, wrapper) else opt
-        handle = current_handle()
-        if handle is None or optimizer is None or not _is_guardable(optimizer):
-            return original(*args, **kwargs)
-        _refuse_own_scaling(args[5] if len(args) > 5 else kwargs.get("cb_handler"))
-        batch = _Batch(handle, optimizer)
-        _batches.open.append(batch)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _batches.open.remove(batch)
-            batch.let_go()
+        if runtime is not None and _is_guardable(opt.opt if isinstance(opt, wrapper) else opt):
+            _refuse_own_scaling(args[5] if len(args) > 5 else kwargs.get("cb_handler"))
+            # A program with masters (O2) scales its losses itself.
+            if not (runtime.auto_scaling.active or runtime.optimizers.has_masters):
+                runtime.auto_scaling.start()
+        return original(*args, **kwargs)
 
     return loss_batch
-
-
-def _around_on_backward_begin(original: Any) -> Any:
-    def on_backward_begin(self: Any, loss: Any) -> Any:
-        result = original(self, loss)
-        if _batches.open:
-            _batches.open[-1].take(result[0])
-        return result
-
-    return on_backward_begin
 
 
 def _around_step(original: Any) -> Any:
@@ -184,11 +103,14 @@ def _around_to_fp16(module: Any, original: Any) -> Any:
         asked.apply_defaults()
         learn.to_fp32()
         _clip(learn, asked.arguments["clip"], module.GradientClipping)
-        if handle.settings.dtype is torch.float16 and not runtime_of(handle).setups:
+        runtime = runtime_of(handle)
+        if handle.settings.dtype is torch.float16 and not runtime.setups:
             scaler = _scaler_of(**asked.arguments)
-            scalers = runtime_of(handle).optimizers.loss_scalers
-            scalers.use([scaler], ())
-            scalers.forget_but([scaler])
+            runtime.optimizers.loss_scalers.use([scaler], ())
+            runtime.optimizers.loss_scalers.forget_but([scaler])
+            if runtime.auto_scaling.active:
+                # It takes up this scaler.
+                runtime.auto_scaling.start()
         log.warning(
             "learn.to_fp16() leaves the model in fp32: autoamp casts to %s, with a loss scale of %g",
             handle.settings.dtype, handle.loss_scale,

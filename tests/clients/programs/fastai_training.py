@@ -1,7 +1,7 @@
 """fastai v1: a Learner over tensors; nothing but `init` and `enable` tells it of mixed precision.
 
 ``first`` or ``late`` says whether these two come before fastai is imported. ``first`` goes on in the same process with
-`auto_scale`, and with a `loss_batch` that was edited as users of Apex did.
+a `loss_batch` that was edited as users of Apex did.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def edit_by_hand(handle: autoamp.Handle) -> None:
 
 def patched() -> list[str]:
     """Return what of fastai is ours now."""
-    owners = basic_train, basic_train.OptimWrapper, basic_train.CallbackHandler
+    owners = basic_train, basic_train.OptimWrapper
     return [
         name
         for owner in owners
@@ -163,9 +163,6 @@ def end(handle: autoamp.Handle) -> dict[str, Any]:
 handle = early or begin()
 found: dict[str, Any] = {"mixed": {**train(), **end(handle)}, "fp32": train()}
 if early is not None:
-    handle = begin()
-    handle.auto_scale()
-    found["auto"] = {**train(), **end(handle)}
     handle = begin()
     found["accumulated"] = accumulate()
     found["own_callback"] = error_of_own_callback()

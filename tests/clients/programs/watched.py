@@ -36,7 +36,8 @@ class WatchedLoss(nn.Module):
         if not outputs.requires_grad:
             return loss
         self.dtypes.add(str(outputs.dtype))
-        outputs.register_hook(lambda gradient: self.gradients.append(float(gradient.float().abs().max())))
+        # Hooks of autograd nodes see scaled gradients, unlike those of tensors.
+        outputs.grad_fn.register_prehook(lambda grads: self.gradients.append(float(grads[0].float().abs().max())))
         now = [param.detach().clone() for param in self._model[0].parameters()]
         if self._before is not None:
             self.moved.append(not all(map(torch.equal, self._before, now)))
