@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autoamp import scaling
 from autoamp.compat.amp.state import ScalerView
+from autoamp.compat.multi_tensor.tensor_lists import multi_tensor_axpby, multi_tensor_scale
 
 
 class LossScaler(ScalerView):
@@ -31,7 +31,6 @@ class LossScaler(ScalerView):
     warned_no_fused_kernel = False
     warned_unscaling_non_fp32_grad = False
     has_fused_kernel = True
-    _has_overflow = False
 
     def __init__(
         self,
@@ -52,12 +51,6 @@ class LossScaler(ScalerView):
             scaler = scaling.StaticLossScaler(float(loss_scale))
         super().__init__(scaler)
 
-    def clear_overflow_state(self) -> None:
-        """Forget what earlier calls of ``unscale`` found."""
-        super().clear_overflow_state()
-        self._has_overflow = False
-
-    @torch.no_grad()
     def unscale(
         self,
         model_grads: Sequence[Tensor],
@@ -68,7 +61,7 @@ class LossScaler(ScalerView):
     ) -> None:
         """Write ``model_grads / scale`` into ``master_grads``.
 
-        Whether inf or nan is among them is noted, which waits for the device.
+        Inf and nan among them are noted in ``_overflow_buf``.
 
         Args:
             model_grads: Gradients of any floating dtypes.
@@ -81,9 +74,8 @@ class LossScaler(ScalerView):
         if scale_override is not None:
             scale = scale_override[0] if isinstance(scale_override, tuple) else scale_override
         pairs = [(m, o) for m, o in zip(model_grads, master_grads, strict=True) if m is not None and o is not None]
-        self._write([o for _, o in pairs], torch._foreach_mul([m.float() for m, _ in pairs], 1.0 / scale))
+        multi_tensor_scale(0, self._overflow_buf, [[m for m, _ in pairs], [o for _, o in pairs]], 1.0 / scale)
 
-    @torch.no_grad()
     def unscale_with_stashed(
         self,
         model_grads: Sequence[Tensor],
@@ -93,7 +85,7 @@ class LossScaler(ScalerView):
     ) -> None:
         """Write ``model_grads * out / grads + stashed_master_grads * out / stashed`` into ``master_grads``.
 
-        Whether inf or nan is among the sums is noted, which waits for the device.
+        Inf and nan among the gradients are noted in ``_overflow_buf``.
 
         Args:
             model_grads: New gradients, scaled by this scaler.
@@ -102,18 +94,19 @@ class LossScaler(ScalerView):
             scale_override: The scales ``(grads, stashed, out)``; by default this scaler's, 1 and 1.
         """
         of_grads, of_stashed, out = scale_override or (self.loss_scale(), 1.0, 1.0)
-        values = torch._foreach_mul([grad.float() for grad in model_grads], out / of_grads)
-        torch._foreach_add_(values, [grad.float() for grad in stashed_master_grads], alpha=out / of_stashed)
-        self._write(master_grads, values)
+        lists = [model_grads, stashed_master_grads, master_grads]
+        multi_tensor_axpby(0, self._overflow_buf, lists, out / of_grads, out / of_stashed)
 
-    def _write(self, master_grads: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        if values:
-            torch._foreach_copy_(list(master_grads), list(values))
-            norms = torch._foreach_norm(list(values), float("inf"))
-            self._has_overflow |= not all(bool(torch.isfinite(norm)) for norm in norms)
+    @property
+    def _has_overflow(self) -> bool:
+        return bool(self._overflow_buf.any())
+
+    @_has_overflow.setter
+    def _has_overflow(self, overflow: bool) -> None:
+        self._overflow_buf.fill_(overflow)
 
     def update_scale(self) -> bool:
         """Move the scale by what was found, and tell whether the step is to be skipped: never for a static scale."""
-        overflow = self._has_overflow or (self._buffer is not None and bool(self._buffer.any()))
+        overflow = self._has_overflow
         self._scaler.update(overflow)
         return overflow and self.dynamic
