@@ -226,6 +226,9 @@ def test_properties_of_a_call_are_read_back(apex: Any) -> None:
     assert properties.loss_scale == 128.0
     assert properties.cast_model_type is HALF
     assert state.verbosity == 2
+    with pytest.warns(UserWarning, match="has no effect"):
+        apex.amp.initialize(model, sgd(model), opt_level="O0", keep_batchnorm_fp32=True, verbosity=0)
+    assert state.opt_properties.keep_batchnorm_fp32 is True
     apex.amp.initialize(model, enabled=False)
     assert not state.opt_properties.enabled
     with pytest.raises(AttributeError, match="no attribute 'nope'"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Hashable
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,37 +61,19 @@ def as_type(value: Any) -> Any:
     return value
 
 
-class Properties:
-    """What an opt level came to. Options are read and written as attributes.
-
-    Attributes:
-        options: The options by name.
-    """
-
-    options: dict[str, Any]
+class Properties(types.SimpleNamespace):
+    """What an opt level came to. Options are read and written as attributes."""
 
     def __init__(self) -> None:
-        vars(self)["options"] = {
-            "enabled": False, "opt_level": None, "cast_model_type": None, "patch_torch_functions": False,
-            "keep_batchnorm_fp32": None, "master_weights": None, "loss_scale": 1.0,
-        }  # fmt: skip
+        super().__init__(
+            enabled=False, opt_level=None, cast_model_type=None, patch_torch_functions=False,
+            keep_batchnorm_fp32=None, master_weights=None, loss_scale=1.0,
+        )  # fmt: skip
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "options" and name in self.options:
-            return self.options[name]
-        raise AttributeError(f"'Properties' object has no attribute {name!r}", name=name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.options:
-            vars(self)[name] = value
-        elif name == "opt_level":
-            self.options[name] = value
-        else:
-            convert = {"loss_scale": as_scale, "cast_model_type": as_type}.get(name, partial(as_flag, name))
-            self.options[name] = convert(value)
-
-    def __repr__(self) -> str:
-        return f"Properties({self.options})"
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name."""
+        return vars(self)
 
 
 def fill(properties: Properties, level: Any, half: torch.dtype) -> Properties:
@@ -101,8 +83,9 @@ def fill(properties: Properties, level: Any, half: torch.dtype) -> Properties:
     properties.opt_level = level.name
     properties.cast_model_type = kind
     properties.patch_torch_functions = level.patch_torch_functions
-    properties.keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if kind in HALF_DTYPES else None
-    properties.master_weights = None if level.name == "O1" else level.master_weights
+    # None where the level has no say and the call asked for nothing.
+    properties.keep_batchnorm_fp32 = level.keep_batchnorm_fp32 or (False if kind in HALF_DTYPES else None)
+    properties.master_weights = level.master_weights or (None if level.name == "O1" else False)
     properties.loss_scale = "dynamic" if level.loss_scale is None else level.loss_scale
     return properties
 

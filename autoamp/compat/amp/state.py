@@ -46,7 +46,10 @@ class ScalerView:
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
-        self._buffer: Tensor | None = None
+        handle = current_handle()
+        device = "cpu" if handle is None else handle.settings.device_type
+        # A program may put another tensor in its place.
+        self._overflow_buf = torch.zeros(1, dtype=torch.int, device=device)
 
     def loss_scale(self) -> float:
         """Return the scale for the next loss."""
@@ -78,18 +81,6 @@ class ScalerView:
     _min_loss_scale = _ScalerField("min_loss_scale", float, None)
 
     @property
-    def _overflow_buf(self) -> Tensor:
-        if self._buffer is None:
-            handle = current_handle()
-            device = "cpu" if handle is None else handle.settings.device_type
-            self._buffer = torch.zeros(1, dtype=torch.int, device=device)
-        return self._buffer
-
-    @_overflow_buf.setter
-    def _overflow_buf(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    @property
     def _has_overflow(self) -> bool:
         handle, pending = current_handle(), self._pending()
         if pending:
@@ -98,8 +89,7 @@ class ScalerView:
 
     def clear_overflow_state(self) -> None:
         """Forget an overflow that was put into ``_overflow_buf``."""
-        if self._buffer is not None:
-            self._buffer.zero_()
+        self._overflow_buf.zero_()
 
     def update_scale(self) -> bool:
         """Move the scale by what this step's gradients were found to be, and tell whether the step is to be skipped.
@@ -108,7 +98,7 @@ class ScalerView:
         they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
         """
         pending = [check for check in self._pending() if check.reported.told is None]
-        noted = self._buffer is not None and bool(self._buffer.any())
+        noted = bool(self._overflow_buf.any())
         if not pending and not noted:
             return self._has_overflow
         overflow = noted or any(check.overflowed for check in pending)
@@ -127,7 +117,7 @@ class ScalerView:
         return pending
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_scaler", "_buffer"):
+        if name == "_scaler":
             raise AttributeError(name)
         # `min_loss_scale`, `max_loss_scale` and what else the scaler has of its own.
         return getattr(self._scaler, name)
