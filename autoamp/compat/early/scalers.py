@@ -5,8 +5,6 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-
 from autoamp import fp16_utils, scaling
 
 
@@ -59,13 +57,9 @@ class LossScaler(CurScale, fp16_utils.LossScaler):
         scale: The scale.
     """
 
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor) -> bool:
-        return False
-
 
 class DynamicLossScaler(CurScale, fp16_utils.DynamicLossScaler):
-    """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale`` and further names of ``has_overflow``.
+    """`autoamp.fp16_utils.DynamicLossScaler` with ``cur_scale``.
 
     Args:
         init_scale: The first scale.
@@ -73,10 +67,3 @@ class DynamicLossScaler(CurScale, fp16_utils.DynamicLossScaler):
             without one.
         scale_window: See ``scale_factor``.
     """
-
-    # The name is from a time with another check for several processes.
-    has_overflow_serial = fp16_utils.DynamicLossScaler.has_overflow
-
-    @staticmethod
-    def _has_inf_or_nan(x: Tensor) -> bool:
-        return bool(scaling.non_finite([("", x)], limit=1))

@@ -243,12 +243,8 @@ def test_groups_that_old_code_reads() -> None:
 def test_scalers_by_hand() -> None:
     scaler = DynamicLossScaler(init_scale=8.0, scale_window=2)
     assert isinstance(scaler, fp16_utils.DynamicLossScaler)
-    fine, inf, empty = param(1.0), param(1.0), param(1.0)
-    fine.grad, inf.grad = torch.ones(1), torch.tensor([torch.inf])
-    assert not scaler.has_overflow_serial([fine, empty])
-    assert scaler.has_overflow_serial([fine, inf])
-    assert DynamicLossScaler._has_inf_or_nan(torch.tensor([torch.nan]))
-    assert not DynamicLossScaler._has_inf_or_nan(torch.ones(2))
+    inf = param(1.0)
+    inf.grad = torch.tensor([torch.inf])
     scaler.cur_scale = 2.0**70
     assert scaler.loss_scale == scaler.cur_scale == 2.0**70
     scaler.update_scale(True)
@@ -258,7 +254,6 @@ def test_scalers_by_hand() -> None:
     static.cur_scale = 4
     assert static.loss_scale == 4.0
     assert not static.has_overflow([inf])
-    assert not static._has_inf_or_nan(torch.tensor([torch.inf]))
 
 
 # -- the tree --
