@@ -32,6 +32,8 @@ class RNNCell(Module):
         hidden: The tensors of the hidden state, shape ``(batch, features)``, or None before the first call.
     """
 
+    # torch's function of one time step.
+    function: str
     # How many gates (the rows of the weights count in them), and how many tensors the hidden state has.
     gates = 1
     n_hidden_states = 1
@@ -89,11 +91,10 @@ class RNNCell(Module):
 
         All shapes are ``(batch, features)``.
         """
-        raise NotImplementedError
-
-    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the weights in the order in which torch's functions of one time step take them."""
-        return self.w_ih, self.w_hh, self.b_ih, self.b_hh
+        last = hidden[0] if self.n_hidden_states == 1 else hidden
+        # Looked up at each step: it may have been patched.
+        found = getattr(torch, self.function)(input, last, self.w_ih, self.w_hh, self.b_ih, self.b_hh)
+        return found if isinstance(found, tuple) else (found,)
 
     def __getstate__(self) -> dict[str, Any]:
         # The hidden state is a part of autograd's graph, and such a tensor cannot be deep-copied.
@@ -107,38 +108,28 @@ class RNNCell(Module):
 class ReLUCell(RNNCell):
     """``h' = relu(W_ih x + b_ih + W_hh h + b_hh)``."""
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `RNNCell.advance`."""
-        return (torch.rnn_relu_cell(input, hidden[0], *self.weights()),)
+    function = "rnn_relu_cell"
 
 
 class TanhCell(RNNCell):
     """The network of Elman 1990: ``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``."""
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `RNNCell.advance`."""
-        return (torch.rnn_tanh_cell(input, hidden[0], *self.weights()),)
+    function = "rnn_tanh_cell"
 
 
 class GRUCell(RNNCell):
     """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), with the formula of `torch.nn.GRU`."""
 
+    function = "gru_cell"
     gates = 3
-
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `RNNCell.advance`."""
-        return (torch.gru_cell(input, hidden[0], *self.weights()),)
 
 
 class LSTMCell(RNNCell):
     """The LSTM of Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`."""
 
+    function = "lstm_cell"
     gates = 4
     n_hidden_states = 2
-
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """See `RNNCell.advance`."""
-        return torch.lstm_cell(input, hidden, *self.weights())
 
 
 class mLSTMCell(LSTMCell):  # noqa: N801
