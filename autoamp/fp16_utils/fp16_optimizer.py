@@ -197,15 +197,11 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             set_grads_to_None: The name of ``set_to_none`` in Apex.
         """
         self._masters.refresh_params()
-        to_none = set_to_none if set_grads_to_None is None else set_grads_to_None
-        if to_none:
+        if set_to_none if set_grads_to_None is None else set_grads_to_None:
             self._masters.clear()
-            return
-        self._masters.share_gradients()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.detach().zero_()
+        else:
+            self._masters.share_gradients()
+            super().zero_grad(set_to_none=False)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale down all gradients of the step so that their norm, taken together, is at most ``max_norm``.
