@@ -63,7 +63,7 @@ def test_a_skipped_step_leaves_the_weights_and_their_decay(way: str) -> None:
 def test_fastai_is_restored(order: str) -> None:
     found = results_of("fastai_training.py", order)
     # The shim stays until disable().
-    assert sorted(found["mixed"]["patched"]) == ["loss_batch", "step", "zero_grad"]
+    assert sorted(found["mixed"]["patched"]) == ["fit", "step", "zero_grad"]
     assert found["mixed"]["left"] == ["zero_grad"]
     assert found["left"] == []
 

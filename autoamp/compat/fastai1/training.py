@@ -1,8 +1,8 @@
 """A `Learner` of fastai v1 trains unchanged under ``autoamp.init()``.
 
-While a handle is active, the first batch that fastai trains on starts `autoamp.Handle.auto_scale`, a skipped step
-decays no weights, and ``learn.to_fp16()`` chooses the loss scale. fastai may be imported before or after; where it is
-not, this costs nothing.
+While a handle is active, the first ``learn.fit`` starts `autoamp.Handle.auto_scale`, a skipped step decays no weights,
+and ``learn.to_fp16()`` chooses the loss scale. fastai may be imported before or after; where it is not, this costs
+nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
 log = logging.getLogger(__name__)
 
-_PATCHED = ("loss_batch", "OptimWrapper")
+_PATCHED = ("fit", "OptimWrapper")
 
 
 def watch() -> None:
@@ -39,23 +39,17 @@ def _follow_training(patches: PatchSet, module: Any) -> None:
     if not all(hasattr(module, name) for name in _PATCHED):
         log.warning("%s lacks some of %s: its losses are not scaled", module.__name__, ", ".join(_PATCHED))
         return
-    replace(patches, module, "loss_batch", functools.partial(_around_loss_batch, module.OptimWrapper))
+    replace(patches, module, "fit", functools.partial(_around_fit, module.OptimWrapper))
     replace(patches, module.OptimWrapper, "step", _around_step)
-    _rebind(patches, module, "loss_batch")
 
 
 def _follow_to_fp16(patches: PatchSet, module: Any) -> None:
     if hasattr(module, "to_fp16") and hasattr(module, "Learner"):
         replace(patches, module, "to_fp16", functools.partial(_around_to_fp16, module))
         patches.replace(module.Learner, "to_fp16", module.to_fp16)
-        _rebind(patches, module, "to_fp16")
-
-
-def _rebind(patches: PatchSet, module: Any, name: str) -> None:
-    """Patch a function also in the modules that have taken it, as by `from fastai.basic_train import *`."""
-    replacement = getattr(module, name)
-    taken = original_of(replacement)
-    patches.rebind({id(taken): (taken, replacement)}, lambda other: other == module.__name__)
+        # Other modules have taken the function, as by `from fastai.train import *`.
+        taken = original_of(module.to_fp16)
+        patches.rebind({id(taken): (taken, module.to_fp16)}, lambda other: other == module.__name__)
 
 
 # In place while a handle is active.
@@ -64,21 +58,20 @@ activated.append(lambda _: _training.enable())
 suspended.append(_training.disable)
 
 
-def _around_loss_batch(wrapper: Any, original: Any) -> Any:
-    """Return what scales the backward passes of the program from its first training batch on."""
+def _around_fit(wrapper: Any, original: Any) -> Any:
+    """Return what scales the backward passes of the program from its first training on."""
 
-    def loss_batch(*args: Any, **kwargs: Any) -> Any:
-        opt = args[4] if len(args) > 4 else kwargs.get("opt")
+    def fit(epochs: int, learn: Any, callbacks: Any = None, metrics: Any = None) -> None:
         runtime = current_runtime()
         # An OptimWrapper answers every name, so what it wraps is asked for by its type.
-        if runtime is not None and _is_guardable(opt.opt if isinstance(opt, wrapper) else opt):
-            _refuse_own_scaling(args[5] if len(args) > 5 else kwargs.get("cb_handler"))
+        if runtime is not None and _is_guardable(learn.opt.opt if isinstance(learn.opt, wrapper) else learn.opt):
+            _refuse_own_scaling(callbacks)
             # A program with masters (O2) scales its losses itself.
             if not (runtime.auto_scaling.active or runtime.optimizers.has_masters):
                 runtime.auto_scaling.start()
-        return original(*args, **kwargs)
+        original(epochs, learn, callbacks, metrics)
 
-    return loss_batch
+    return fit
 
 
 def _around_step(original: Any) -> Any:
@@ -152,11 +145,11 @@ def _is_guardable(optimizer: Any) -> bool:
     return isinstance(optimizer, Optimizer) and not isinstance(optimizer, FP16_Optimizer)
 
 
-def _refuse_own_scaling(cb_handler: Any) -> None:
+def _refuse_own_scaling(callbacks: Any) -> None:
     """Raise a UsageError where fastai's own mixed precision is among the callbacks."""
     module: Any = sys.modules.get("fastai.callbacks.fp16")
     own = getattr(module, "MixedPrecision", ())
-    if any(isinstance(callback, own) for callback in getattr(cb_handler, "callbacks", None) or ()):
+    if any(isinstance(callback, own) for callback in callbacks or ()):
         raise UsageError(
             "fastai's MixedPrecision scales the loss itself and makes the model half; call autoamp.init() before "
             "learn.to_fp16(), which leaves both to autoamp then, or deactivate() the handle"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,10 @@ def loss_batch(model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         if not handler.on_step_end():
             opt.zero_grad()
     return loss
+
+def fit(epochs, learn, callbacks=None, metrics=None):
+    "Fit the model."
+    learn.batch()
 """,
     "train": """
 from fastai.basic_train import Learner
@@ -97,7 +102,7 @@ def to_fp16(learn, loss_scale=None, max_noskip=1000, dynamic=True, clip=None, fl
 Learner.to_fp16 = to_fp16
 Learner.to_fp32 = to_fp32
 """,
-    "basics": "from fastai.basic_train import loss_batch\nfrom fastai.train import to_fp16\n",
+    "basics": "from fastai.train import to_fp16\n",
 }
 
 
@@ -148,15 +153,19 @@ class Training:
         output.grad_fn.register_prehook(lambda grads: self.gradients.append(float(grads[0].float().abs().max())))
         return (output.float() - target).pow(2).mean()
 
-    def batch(self, loss_batch: Callable[..., Any] | None = None, factor: float = 1.0, **given: Any) -> Tensor:
+    def batch(self, factor: float = 1.0, opt: Any = ..., **given: Any) -> Tensor:
         inputs, target = torch.ones(3, 4), torch.zeros(3, 2)
-        call = load().loss_batch if loss_batch is None else loss_batch
+        opt, losses = self.opt if opt is ... else opt, []
 
         def loss(output: Tensor, target: Tensor) -> Tensor:
             return self.loss(output, target) * factor
 
-        result: Tensor = call(self.model, inputs, target, loss, **{"opt": self.opt, **given})
-        return result
+        def batch() -> None:
+            losses.append(load().loss_batch(self.model, inputs, target, loss, opt=opt, **given))
+
+        load().fit(1, types.SimpleNamespace(opt=opt, batch=batch))
+        (found,) = losses
+        return found  # type: ignore[no-any-return]
 
 
 def unscaled() -> float:
@@ -240,20 +249,10 @@ def test_an_overflow_leaves_no_inf_in_leaves_that_no_optimizer_steps(package: Pa
         torch.testing.assert_close(one, other, rtol=0.02, atol=1e-4)
 
 
-def test_names_that_others_took_are_patched_and_restored(package: Path) -> None:
-    taken = load("basics").loss_batch
+def test_a_plain_optimizer_is_taken(package: Path) -> None:
     handle = active()
     training = Training()
-    training.batch(load("basics").loss_batch)
-    assert training.gradients[0] > 10
-    handle.deactivate()
-    assert load("basics").loss_batch is load().loss_batch is taken
-
-
-def test_a_plain_optimizer_and_positional_arguments_are_taken(package: Path) -> None:
-    handle = active()
-    training = Training()
-    load().loss_batch(training.model, torch.ones(3, 4), torch.zeros(3, 2), training.loss, training.sgd)
+    training.batch(opt=training.sgd)
     assert training.gradients[0] > 10
     assert runtime_of(handle).optimizers.step_stats.steps == 1
 
@@ -311,14 +310,14 @@ def test_a_loss_batch_that_was_edited_by_hand_scales_once(package: Path, loss_sc
     )
     vars(module)["amp_handle"] = handle
     exec(edited, vars(module))
-    by_hand = module.loss_batch
+    by_hand = module.fit
     training = Training()
     training.batch()
     assert training.gradients[0] == pytest.approx(expected * handle.loss_scale, rel=0.01)
     # What is found edited when a handle is activated is patched, and scales once too.
     autoamp.init(enabled=False)
     vars(module)["amp_handle"] = again = active(loss_scale=loss_scale)
-    assert module.loss_batch is not by_hand
+    assert module.fit is not by_hand
     training = Training()
     training.batch()
     assert training.gradients[0] == pytest.approx(expected * again.loss_scale, rel=0.01)
@@ -427,7 +426,7 @@ def test_the_patches_come_and_go_with_each_handle(package: Path) -> None:
 
     handle = active()
     assert not pristine()
-    assert module.loss_batch.__doc__ == "A batch."
+    assert module.fit.__doc__ == "Fit the model."
     with autoamp.region(dtype=torch.bfloat16, device_type="cpu"):
         assert not pristine()
     assert not pristine()
@@ -448,7 +447,7 @@ def test_a_handle_that_comes_while_fastai_is_imported_patches_it_at_the_end(pack
     start = "import autoamp, torch\nautoamp.init(dtype=torch.float16, device_type='cpu')\n"
     file.write_text(start + file.read_text())
     active().deactivate()
-    assert original_of(load().loss_batch) is not load().loss_batch
+    assert original_of(load().fit) is not load().fit
 
 
 def test_another_fastai_is_left_alone(package: Path, caplog: pytest.LogCaptureFixture) -> None:
