@@ -178,8 +178,15 @@ class _OurLoader(importlib.machinery.SourceFileLoader):
     """Imports a file of ours; the names that it lacks are told with what to use instead."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give the module its ``__getattr__``, and run its file."""
+        """Give the module its ``__getattr__``, import the modules of a package, and run its file.
+
+        What the file of a package names goes before a module of the same name, such as `apex.parallel.LARC`.
+        """
         module.__getattr__ = missing_names(module.__name__)  # type: ignore[method-assign]
+        for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
+            # ``python -m`` warns of a module that is imported already.
+            if found.name != "multiproc":
+                importlib.import_module(f"{module.__name__}.{found.name}")
         super().exec_module(module)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import runpy
 import sys
 import types
 from collections.abc import Iterator
@@ -57,6 +58,21 @@ def test_every_module_has_a_spec_and_an_entry_of_its_own(apex: Any) -> None:
         assert spec.name == name
         # Names are true entries: libraries look into `__dict__`.
         assert all(hasattr(module, entry) for entry in vars(module))
+
+
+def test_names_of_a_package_go_before_its_modules(apex: Any) -> None:
+    from apex.parallel.LARC import LARC
+
+    assert apex.parallel.LARC is LARC
+    assert apex.optimizers.fused_lamb.FusedLAMB is apex.optimizers.FusedLAMB
+
+
+@pytest.mark.usefixtures("apex")
+@pytest.mark.filterwarnings("error")
+def test_the_launcher_runs_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["multiproc"])
+    with pytest.raises(UsageError, match=r"python -m apex\.parallel\.multiproc"):
+        runpy.run_module("apex.parallel.multiproc", run_name="__main__", alter_sys=True)
 
 
 def test_specs_while_installed_and_not_otherwise(apex: Any) -> None:

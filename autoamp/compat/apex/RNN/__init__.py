@@ -1,5 +1,3 @@
 """The tree's `apex.RNN`."""
 
 from autoamp.compat.layers.rnn import GRU, LSTM, ReLU, Tanh, mLSTM
-
-from . import RNNBackend, models

@@ -4,5 +4,4 @@ from autoamp.compat.early.optimizers import FP16_Optimizer
 from autoamp.compat.early.scalers import DynamicLossScaler, LossScaler
 from autoamp.fp16_utils import __all__
 
-from . import fp16_optimizer, fp16util, loss_scaler
 from .fp16util import *

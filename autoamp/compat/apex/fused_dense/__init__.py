@@ -1,4 +1,3 @@
 """The tree's `apex.fused_dense`."""
 
-from . import fused_dense
 from .fused_dense import *

@@ -1,5 +1,3 @@
 """The tree's `apex.mlp`."""
 
 from autoamp.compat.layers.mlp import MLP
-
-from . import mlp

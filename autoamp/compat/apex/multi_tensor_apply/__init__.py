@@ -1,5 +1,3 @@
 """The tree's `apex.multi_tensor_apply`."""
 
 from autoamp.compat.multi_tensor.tensor_lists import MultiTensorApply, multi_tensor_applier
-
-from . import multi_tensor_apply

@@ -1,3 +1,1 @@
 """The tree's `apex.pyprof`."""
-
-from . import nvtx

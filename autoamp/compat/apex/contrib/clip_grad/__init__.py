@@ -1,5 +1,3 @@
 """The tree's `apex.contrib.clip_grad`."""
 
 from autoamp.compat.layers.contrib import clip_grad_norm_
-
-from . import clip_grad

@@ -1,5 +1,3 @@
 """The tree's `apex.contrib.layer_norm`."""
 
 from autoamp.compat.layers.contrib import FastLayerNorm
-
-from . import layer_norm

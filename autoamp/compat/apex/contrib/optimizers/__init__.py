@@ -3,5 +3,3 @@
 from autoamp.compat.early.optimizers import ContribFusedAdam as FusedAdam
 from autoamp.compat.early.optimizers import FP16_Optimizer
 from autoamp.optimizers import FusedLAMB, FusedSGD
-
-from . import fp16_optimizer, fused_adam, fused_lamb, fused_sgd

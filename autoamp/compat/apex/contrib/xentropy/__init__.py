@@ -1,5 +1,3 @@
 """The tree's `apex.contrib.xentropy`."""
 
 from autoamp.compat.layers.contrib import SoftmaxCrossEntropyLoss
-
-from . import softmax_xentropy

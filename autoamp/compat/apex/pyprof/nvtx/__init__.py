@@ -1,5 +1,3 @@
 """The tree's `apex.pyprof.nvtx`."""
 
 from autoamp.compat.pyprof import init, wrap
-
-from . import nvmarker
