@@ -211,7 +211,6 @@ def test_properties_of_the_levels(apex: Any, name: str, row: list[Any]) -> None:
     made = [frontend.opt_levels[level](frontend.Properties()) for level in LEVELS]
     assert [properties.options[name] for properties in made] == row
     assert [getattr(properties, name) for properties in made] == row
-    assert [type(frontend.opt_levels[level]) for level in LEVELS] == [getattr(frontend, level) for level in LEVELS]
 
 
 def test_properties_of_a_call_are_read_back(apex: Any) -> None:

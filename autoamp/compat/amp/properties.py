@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Hashable
 from typing import Any
@@ -90,28 +91,9 @@ def fill(properties: Properties, level: Any, half: torch.dtype) -> Properties:
     return properties
 
 
-class _Level:
-    """An opt level that fills in properties: ``opt_levels["O2"](Properties())``. Its class has its name."""
-
-    def __call__(self, properties: Properties) -> Properties:
-        """Write what this level stands for, in the half dtype of the alias, into ``properties``; returned too."""
-        return fill(properties, LEVELS[type(self).__name__], options().dtype)
+def _fill_level(name: str, properties: Properties) -> Properties:
+    return fill(properties, LEVELS[name], options().dtype)
 
 
-class O0(_Level):
-    """fp32."""
-
-
-class O1(_Level):
-    """torch is patched by the cast lists."""
-
-
-class O2(_Level):
-    """Models in half precision, norms and master weights in fp32."""
-
-
-class O3(_Level):
-    """Models in half precision."""
-
-
-opt_levels: dict[str, _Level] = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}
+# ``opt_levels["O2"](Properties())`` returns the properties with what the level stands for, in the alias's half dtype.
+opt_levels = {name: functools.partial(_fill_level, name) for name in reversed(LEVELS)}
