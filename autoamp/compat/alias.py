@@ -1,9 +1,8 @@
-"""The import finders that serve `apex` from this package: the whole of it, or what an installed `apex` lacks.
+"""The import finder that serves `apex` from this package: the whole of it, or what an installed `apex` lacks.
 
 `_ApexFinder` finds `apex`, what lies below it, `amp_C` and `apex_C` in our files. A module that we lack, such as
-`apex.transformer`, it finds in the installed `apex` that it hides. Beside an installed `apex` that lacks `amp` it comes
-after all other finders: it finds our modules below `apex` where the installed one has none of that name.
-`_RealFinder` comes first where the installed `apex` takes imports: it adds the remedy to their errors.
+`apex.transformer`, it finds in the installed `apex` that it hides. Beside an installed `apex` that lacks `amp` it finds
+our modules below `apex` where the installed one has none of that name. Errors of the installed `apex` get the remedy.
 """
 
 from __future__ import annotations
@@ -62,15 +61,16 @@ class Options:
 
 
 class _ApexFinder(importlib.abc.MetaPathFinder):
-    """Finds our modules, and says of a missing one what to use instead.
+    """Finds our modules and those of an installed `apex`, and says of a missing one what to use instead.
+
+    It comes before all other finders.
 
     Args:
-        chosen: What `install_as_apex` was given.
-        hides: Whether it comes before all other finders and hides an installed `apex`. If not, it comes after them and
-            finds what the installed `apex` lacks.
+        chosen: What `install_as_apex` was given. None where only modules of the installed `apex` are found.
+        hides: Whether our modules go before those of the installed `apex`, not after them.
     """
 
-    def __init__(self, chosen: Options, hides: bool) -> None:
+    def __init__(self, chosen: Options | None, hides: bool) -> None:
         self.options = chosen
         self.hides = hides
         self._hidden: dict[str, types.ModuleType] = {}
@@ -78,18 +78,15 @@ class _ApexFinder(importlib.abc.MetaPathFinder):
 
     def install(self) -> None:
         """Take part in imports."""
-        if not self.hides:
-            explain_real_apex()
-            sys.meta_path.append(self)
-            if "apex" in sys.modules:
-                _import_added()
-            return
         spec = _real_spec()
         self._real = [] if spec is None else list(spec.submodule_search_locations or ())
-        # None forbids the import; it was put there by somebody who meant it.
-        names = [name for name in _names_of_apex(sys.modules) if sys.modules[name] is not None]
-        self._hidden = {name: sys.modules.pop(name) for name in names}
+        if self.hides:
+            # None forbids the import; it was put there by somebody who meant it.
+            names = [name for name in _names_of_apex(sys.modules) if sys.modules[name] is not None]
+            self._hidden = {name: sys.modules.pop(name) for name in names}
         sys.meta_path.insert(0, self)
+        if self.options is not None and "apex" in sys.modules and not self.hides:
+            _import_added()
 
     def uninstall(self) -> None:
         """Undo `install`. Our modules have left ``sys.modules``."""
@@ -99,27 +96,22 @@ class _ApexFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec on our file, on one in a folder that the program added, or on that of the hidden `apex`.
+        """Return a spec on our file, on one in a folder that the program added, or on that of the installed `apex`.
 
         Raises:
             ModuleNotFoundError: A module that is not provided is imported. One that is only looked for is None.
         """
-        if not fullname.startswith("apex.") and not (self.hides and fullname in _TOP_LEVEL):
+        top, *below = fullname.split(".")
+        if top not in (_TOP_LEVEL if self.hides else ("apex",)):
             return None
-        parts = fullname.split(".")
-        below = _HERE.joinpath(*parts)
-        for file in (below / "__init__.py", below.with_suffix(".py")):
-            if file.is_file():
-                where = [str(below)] if file.parent == below else None
-                loader = _OurLoader(fullname, str(file))
-                return importlib.util.spec_from_file_location(
-                    fullname, file, loader=loader, submodule_search_locations=where
-                )
-        hidden = [os.path.join(folder, *parts[1:-1]) for folder in self._real]
-        found = importlib.machinery.PathFinder.find_spec(fullname, [*(path or ()), *hidden])
-        if found is not None and found.loader is not None and hidden:
+        if self.hides:
+            folders = [*(path or ()), *(os.path.join(folder, *below[:-1]) for folder in self._real)]
+            found = _our_spec(fullname) or importlib.machinery.PathFinder.find_spec(fullname, folders)
+        else:
+            found = _real_spec(fullname, path) or (_our_spec(fullname) if below and self.options is not None else None)
+        if found is not None and found.loader is not None and self._real and not isinstance(found.loader, _OurLoader):
             found.loader = _RealLoader(found.loader)
-        if found is None and _is_import(sys._getframe(1)):
+        if found is None and below and self.options is not None and _is_import(sys._getframe(1)):
             message = f"No module named {fullname!r}: autoamp's apex does not provide it: {remedy_for(fullname)}"
             raise ModuleNotFoundError(message, name=fullname)
         return found
@@ -132,17 +124,16 @@ class _ApexFinder(importlib.abc.MetaPathFinder):
             yield _ApexDistribution()
 
 
-class _RealFinder(importlib.abc.MetaPathFinder):
-    """Lets `_RealLoader` import the installed `apex` and what lies below it."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the other finders; see `importlib.abc.MetaPathFinder`."""
-        spec = _real_spec(fullname, path) if fullname.partition(".")[0] == "apex" else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RealLoader(spec.loader)
-        return spec
+def _our_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
+    below = _HERE.joinpath(*fullname.split("."))
+    for file in (below / "__init__.py", below.with_suffix(".py")):
+        if file.is_file():
+            where = [str(below)] if file.parent == below else None
+            loader = _OurLoader(fullname, str(file))
+            return importlib.util.spec_from_file_location(
+                fullname, file, loader=loader, submodule_search_locations=where
+            )
+    return None
 
 
 class _RealLoader(importlib.abc.Loader):
@@ -248,15 +239,13 @@ def install_as_apex(
     # Every wrong argument is told now, not at the program's first call.
     Settings.from_arguments(list(chosen.lists), device_type, half, loss_scale=loss_scale, on_nonfinite=on_nonfinite)
     finder = _installed()
-    if finder is not None and (finder.hides or not shadow):
+    if finder is not None and finder.options is not None and (finder.hides or not shadow):
         finder.options = chosen
         return
     real = real_apex()
-    if real is None or shadow:
+    if real is None or shadow or "amp" in added_to_real_apex():
         uninstall()
-        _ApexFinder(chosen, hides=True).install()
-    elif "amp" in added_to_real_apex():
-        _ApexFinder(chosen, hides=False).install()
+        _ApexFinder(chosen, hides=real is None or shadow).install()
     else:
         raise UsageError(
             f"Expected no apex, or one without apex.amp, got a real apex with it ({real}). Uninstall it, or pass "
@@ -266,13 +255,12 @@ def install_as_apex(
 
 def explain_real_apex() -> None:
     """Add a note with the remedy to errors of the installed `apex` when it is imported, until `uninstall`."""
-    if not any(isinstance(finder, _RealFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RealFinder())
+    if _installed() is None:
+        _ApexFinder(None, hides=False).install()
 
 
 def uninstall() -> None:
     """Undo `install_as_apex`: its modules leave ``sys.modules``, and those that it hid come back."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _RealFinder)]
     finder = _installed()
     if finder is None:
         return
@@ -290,13 +278,14 @@ def uninstall() -> None:
 
 def is_installed() -> bool:
     """Whether ``import apex`` finds autoamp."""
-    return _installed() is not None
+    finder = _installed()
+    return finder is not None and finder.options is not None
 
 
 def options() -> Options:
     """Return what `install_as_apex` was given, or the defaults."""
     finder = _installed()
-    return finder.options if finder is not None else Options()
+    return Options() if finder is None or finder.options is None else finder.options
 
 
 def real_apex() -> str | None:
@@ -321,10 +310,10 @@ def added_to_real_apex() -> tuple[str, ...]:
 def _real_spec(name: str = "apex", path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        if find is not None and not isinstance(finder, (_ApexFinder, _RealFinder)):
+        if find is not None and not isinstance(finder, _ApexFinder):
             spec: importlib.machinery.ModuleSpec | None = find(name, path)
-            # The spec of a namespace package, a directory without __init__.py, has no origin.
-            if spec is not None and spec.origin is not None:
+            # The spec of a namespace package, a directory without __init__.py, has no origin. No apex is one.
+            if spec is not None and (spec.origin is not None or name != "apex"):
                 return spec
     return None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from autoamp.errors import UsageError
 from autoamp.levels import LEVELS
 from autoamp.tensors import HALF_DTYPES
 
-_FLAGS = {
-    None: None, True: True, False: False, "True": True, "False": False, "None": None, "": None,
-    "true": True, "false": False, "1": True, "0": False,
-}  # fmt: skip
+_FLAGS = {"true": True, "1": True, "false": False, "0": False, "none": None, "": None}
 
 
 def as_flag(name: str, value: Any) -> bool | None:
@@ -26,8 +22,8 @@ def as_flag(name: str, value: Any) -> bool | None:
     Raises:
         UsageError: It is neither a bool nor the name of one.
     """
-    if isinstance(value, Hashable) and value in _FLAGS:
-        return _FLAGS[value]
+    if str(value).lower() in _FLAGS:
+        return _FLAGS[str(value).lower()]
     raise UsageError(f"{name}={value!r} is not a bool; choose True, False or None")
 
 
