@@ -10,13 +10,6 @@ from typing import Any
 _PAGE = "see the migration page, docs/migration.md, for what torch has in its place"
 
 _ATTENTION = "use torch.nn.functional.scaled_dot_product_attention or torch.nn.MultiheadAttention"
-_PARALLEL = "use Megatron Core, or torch.distributed.tensor.parallel and torch.distributed.pipelining"
-_SHARDED = (
-    "it reduces gradients and owns the parameters' memory itself; use torch's DistributedDataParallel with "
-    "torch.distributed.optim.ZeroRedundancyOptimizer(params, optimizer_class=apex.optimizers.FusedAdam, lr=...), or "
-    "torch.distributed.fsdp.fully_shard"
-)
-_NO_BUCKETS = "DistributedDataParallel has no such part here; use torch.nn.parallel.DistributedDataParallel"
 
 # By the longest dotted name that matches; the last word on everything is the entry "apex".
 REMEDIES = {
@@ -49,7 +42,9 @@ REMEDIES = {
     "apex.contrib.layer_norm": "use torch.nn.LayerNorm",
     "apex.contrib.multihead_attn": _ATTENTION,
     "apex.contrib.openfold_triton": "use torch.nn.LayerNorm and torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.optimizers": _SHARDED,
+    "apex.contrib.optimizers": "it reduces gradients and owns the parameters' memory itself; use torch's "
+    "DistributedDataParallel with torch.distributed.optim.ZeroRedundancyOptimizer(params, "
+    "optimizer_class=apex.optimizers.FusedAdam, lr=...), or torch.distributed.fsdp.fully_shard",
     "apex.contrib.peer_memory": "use torch.distributed",
     "apex.contrib.sparsity": "use torch.ao.pruning.WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, 4), "
     "zeros_per_block=2), or torch.sparse.to_sparse_semi_structured; ASP of an installed apex works beside autoamp",
@@ -59,10 +54,10 @@ REMEDIES = {
     "apex.normalization": "use torch.nn.LayerNorm or torch.nn.RMSNorm",
     "apex.optimizers": "use torch.optim with fused=True, such as torch.optim.AdamW(params, fused=True)",
     "apex.optimizers.FusedAdamSWA": "use torch.optim.AdamW(fused=True) with torch.optim.swa_utils.AveragedModel",
-    "apex.parallel": _NO_BUCKETS,
+    "apex.parallel": "DistributedDataParallel has no such part here; use torch.nn.parallel.DistributedDataParallel",
     "apex.pyprof": "use torch.profiler, with torch.cuda.nvtx for ranges",
     "apex.reparameterization": "use torch.nn.utils.parametrize.register_parametrization",
-    "apex.transformer": _PARALLEL,
+    "apex.transformer": "use Megatron Core, or torch.distributed.tensor.parallel and torch.distributed.pipelining",
     "apex_C": "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors",
 }
 

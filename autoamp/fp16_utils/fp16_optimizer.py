@@ -293,9 +293,6 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
                 master.copy_(value)
         self._masters.copy_down()
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise UsageError(_NO_COPY)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(_NO_COPY)
 

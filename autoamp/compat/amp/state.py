@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoamp import runtime
 from autoamp.compat.amp.properties import Properties, fill
-from autoamp.compat.early.groups import GroupsOfMasters
+from autoamp.compat.early.optimizers import GroupsOfMasters
 from autoamp.compat.early.scalers import set_scale
 from autoamp.errors import UsageError
 from autoamp.runtime import current_handle, current_runtime

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.checkpoints import converted_state
-from autoamp.compat.early.groups import GroupsOfMasters
 from autoamp.compat.early.scalers import CurScale, PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
 from autoamp.scaling import DynamicLossScaler, widened
@@ -179,6 +178,36 @@ class ContribFusedAdam(FusedAdam):
             params, lr, bias_correction, betas, eps, weight_decay=weight_decay, amsgrad=amsgrad,
             eps_inside_sqrt=eps_inside_sqrt, max_grad_norm=max_grad_norm,
         )  # fmt: skip
+
+
+class GroupsOfMasters:
+    """Gives what has pairs of parameters and masters, and the groups of an optimizer, the lists that programs read."""
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return each half parameter with its master."""
+        raise NotImplementedError
+
+    def _groups(self) -> list[list[Tensor]]:
+        """Return what the optimizer steps, a list for each group."""
+        raise NotImplementedError
+
+    @property
+    def fp16_groups(self) -> list[list[Tensor]]:
+        """The half parameters of the model, a list for each group."""
+        halves = {id(master): half for half, master in self._pairs()}
+        return [[halves[id(param)] for param in group if id(param) in halves] for group in self._groups()]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
+        """The masters of ``fp16_groups``, in the same order."""
+        masters = {id(master) for _, master in self._pairs()}
+        return [[param for param in group if id(param) in masters] for group in self._groups()]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
+        """The parameters that have no masters, since they are in fp32 in the model, a list for each group."""
+        masters = {id(master) for _, master in self._pairs()}
+        return [[param for param in group if id(param) not in masters] for group in self._groups()]
 
 
 class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801

@@ -41,12 +41,9 @@ class SoftmaxCrossEntropyLoss:
                 "and (n,); use view(-1, classes) and view(-1)"
             )
         double = logits.dtype is torch.float64
+        wide = logits if double else logits.float()
         losses = F.cross_entropy(
-            logits if double else logits.float(),
-            labels.long(),
-            ignore_index=padding_idx,
-            reduction="none",
-            label_smoothing=smoothing,
+            wide, labels.long(), ignore_index=padding_idx, reduction="none", label_smoothing=smoothing
         )
         return losses if half_to_float or double else losses.to(logits.dtype)
 
