@@ -472,7 +472,7 @@ def test_poked_scale_takes_effect(apex: Any, scale: float) -> None:
     model = nn.Linear(8, 1)
     model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
     scaler = apex.amp._amp_state.loss_scalers[0]
-    assert (scaler._unskipped, scaler._scale_seq_len, scaler.max_loss_scale) == (0, 2000, 2.0**24)
+    assert (scaler._unskipped, scaler._scale_seq_len, scaler._max_loss_scale) == (0, 2000, 2.0**24)
     scaler._loss_scale = scale
     assert scaler.loss_scale() == scaler._loss_scale == scale
     with apex.amp.scale_loss(model(data()).sum() * torch.inf, optimizer) as scaled_loss:

@@ -116,12 +116,6 @@ class ScalerView:
         read_checks(pending)
         return pending
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_scaler":
-            raise AttributeError(name)
-        # `min_loss_scale`, `max_loss_scale` and what else the scaler has of its own.
-        return getattr(self._scaler, name)
-
 
 class AmpState:
     """The object ``amp._amp_state``.

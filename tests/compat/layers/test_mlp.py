@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -35,19 +33,6 @@ def test_mlp_state_dict_has_the_names_of_apex() -> None:
     assert list(MLP(SIZES).state_dict()) == ["weight_0", "bias_0", "weight_1", "bias_1"]
     assert list(MLP(SIZES, bias=False).state_dict()) == ["weight_0", "weight_1"]
     assert repr(MLP(SIZES)) == "MLP(mlp_sizes=[4, 6, 3], bias=1, activation='relu')"
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "double"])
-def test_copies_have_weights_of_their_own(how: str) -> None:
-    mlp = MLP(SIZES)
-    other = pickle.loads(pickle.dumps(mlp)) if how == "pickle" else copy.deepcopy(mlp)
-    if how == "double":
-        other = other.double()
-    assert all(one is two for one, two in zip(other.weights, [other.weight_0, other.weight_1], strict=True))
-    before = mlp(torch.ones(1, 4))
-    with torch.no_grad():
-        other.weight_0.zero_()
-    torch.testing.assert_close(mlp(torch.ones(1, 4)), before)
 
 
 @pytest.mark.parametrize(
