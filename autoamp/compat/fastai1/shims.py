@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,8 @@ def _around_spacy(patches: PatchSet, module: Any) -> None:
     """Make the default tokenizer of what today's spacy takes: ``blank(disable=)`` is gone since 3.0."""
     if isinstance(module.spacy, _NoSpacy):
         for name in _SPACY:
-            del sys.modules[name]
+            if sys.modules.get(name) is module.spacy:
+                del sys.modules[name]
     elif int(module.spacy.__version__.partition(".")[0]) >= 3:
 
         def init(self: Any, lang: str) -> None:
@@ -250,24 +251,22 @@ class _Preparation(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Do what the module's import needs, and leave it to the other finders; see `importlib.abc.MetaPathFinder`."""
-        if fullname == "torchvision":
-            _declare_operators(PathFinder.find_spec(fullname))
-        elif fullname != "fastai.text.transform" or "spacy" in sys.modules:
-            return None
-        elif importlib.util.find_spec("spacy") is None:
+        spec = PathFinder.find_spec(fullname) if fullname == "torchvision" else None
+        if spec is not None:
+            _declare_operators(spec.submodule_search_locations or [])
+        elif fullname == "fastai.text.transform" and not ("spacy" in sys.modules or importlib.util.find_spec("spacy")):
             # Until `_around_spacy` finds the module imported.
             sys.modules.update(dict.fromkeys(_SPACY, _NoSpacy("spacy")))
         return None
 
 
-def _declare_operators(torchvision: ModuleSpec | None) -> None:
-    """Declare the operators that torchvision's import looks for, if its library has none for this torch."""
-    for folder in [] if torchvision is None else torchvision.submodule_search_locations or ():
-        for library in Path(folder).glob("_C.*"):
-            try:
-                torch.ops.load_library(library)
-            except OSError as error:
-                log.info("torchvision's operators cannot be loaded beside this torch: %s", error)
+def _declare_operators(folders: Iterable[str]) -> None:
+    """Declare the operators that the import of torchvision looks for, if its library does not load into this torch."""
+    for library in [file for folder in folders for file in Path(folder).glob("_C.*")]:
+        try:
+            torch.ops.load_library(library)
+        except OSError as error:
+            log.info("torchvision's operators cannot be loaded beside this torch: %s", error)
     for operator in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, operator):
             schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

@@ -98,6 +98,8 @@ def test_text_can_be_imported_without_spacy(modules: None, monkeypatch: pytest.M
     without_spacy(monkeypatch)
     transform = importlib.import_module("fastai.text.transform")
     assert "spacy" not in sys.modules
+    shims.disable()
+    shims.enable()
     with pytest.raises(autoamp.UsageError, match=r"Tokenizer\(tok_func=BaseTokenizer\)"):
         transform.SpacyTokenizer("en")
 
