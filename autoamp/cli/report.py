@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ from autoamp.diagnostics import versions
 from autoamp.memory import peak_rss
 from autoamp.modules import AUTOCAST
 
-_SUMMED = ("steps", "skipped", "nonfinite", "lost_params", "half_params")
-
 
 @dataclass(frozen=True)
 class Report:
-    """How a run went, in the process that began it and in those that it started.
+    """What one process of a run did.
 
     Attributes:
         dtype: The half dtype that the program ran in, whoever cast; ``"float32"`` where it has its own mixed precision,
@@ -39,7 +37,6 @@ class Report:
         own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
         parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
         masters: Whether optimizers step fp32 masters of those in half precision.
-        children: How many processes that the program started have a part in these numbers.
         lists: The files of the lists in force, later ones over earlier ones; empty where no list casts.
         folder: The folder in which the run began.
         memory: The result of `keep_freed_memory`; None if it was not called.
@@ -71,7 +68,6 @@ class Report:
     own_dtypes: dict[str, int] = field(default_factory=dict)
     parameters: dict[str, int] | None = None
     masters: bool = False
-    children: int = 0
     rank: int | None = field(default_factory=lambda: _rank_variable("RANK"))
     ranks: int | None = field(default_factory=lambda: _rank_variable("WORLD_SIZE"))
     lists: list[str] = field(default_factory=list)
@@ -89,43 +85,17 @@ class Report:
         """Whether this process computed nothing that was counted or in `own_dtypes`, and stepped no optimizer."""
         return not (self.ops or self.own_dtypes or self.steps)
 
-    def with_children(self, children: Sequence[Report]) -> Report:
-        """Return a report with the numbers of this process and of those that it started.
-
-        Other values are those of this process, or of the first child if this process only waited for children.
-        """
-        working = [child for child in children if not child.is_idle]
-        if not working:
-            return self
-        main, everyone = working[0] if self.is_idle else self, [self, *working]
-        scales = [one.loss_scale for one in (main, *working) if one.loss_scale is not None]
-        return replace(
-            main,
-            **{name: getattr(self, name) for name in ("program", "seconds", "exit_code", "rank", "ranks")},
-            **{name: sum(getattr(one, name) for one in everyone) for name in _SUMMED},
-            half_losses=[loss for one in everyone for loss in one.half_losses],
-            repeated=[sentence for one in everyone for sentence in one.repeated],
-            ops=_sum(one.ops for one in everyone),
-            casts=_sum(one.casts for one in everyone),
-            functions=_sums(one.functions for one in everyone),
-            loss_scale=scales[0] if scales else None,
-            unmatched={
-                name: why for name, why in main.unmatched.items() if all(name in one.unmatched for one in working)
-            },
-            own_dtypes=_sum(one.own_dtypes for one in everyone) or {},
-            children=len(working),
-        )
-
-    def summary(self) -> str:
-        """Return the result as text: a line, one for each rule that had no effect, one for what half precision lost."""
-        unmatched = () if self.casts_left_to is not None else self.unmatched.values()
+    def summary(self) -> list[str]:
+        """Return a line, one for each rule that had no effect, and one for what half precision lost."""
+        # A process that only waits for others calls no module that an entry could name.
+        unmatched = () if self.casts_left_to is not None or self.is_idle else self.unmatched.values()
         lines = ["; ".join(self._parts()), *(f"no effect: {why}" for why in unmatched), *self.repeated]
         updates = f"updates lost in {self.lost_params} of {self.half_params} parameters"
         kinds = dict.fromkeys(loss["kind"] for loss in self.half_losses)
         if kinds:
             lost = "; ".join(updates if kind == "updates" else f"{kind} rounded" for kind in kinds)
             lines.append(f"{lost} (see docs/diagnostics.md, losses without an inf)")
-        return "\n".join(f"autoamp: {line}" for line in lines)
+        return lines
 
     def _parts(self) -> Iterator[str]:
         """Yield the parts of the first line."""
@@ -157,8 +127,6 @@ class Report:
         else:
             level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
             yield f"{self.dtype} on {self.device_type} ({level})"
-        if self.children:
-            yield f"{self.children} child process{'es' if self.children > 1 else ''} included"
         if (self.ranks or 1) > 1:
             yield f"rank {self.rank} of {self.ranks} alone"
         parameters = self.parameters or {}
@@ -182,7 +150,7 @@ class Report:
             yield f"{self.skipped} of {self.steps} steps skipped"
         elif self.scaling_left_to is not None:
             yield f"{self.steps} steps"
-        elif not self.nonfinite:
+        elif not (self.nonfinite or self.is_idle):
             yield "losses are not scaled, as no optimizer was seen"
         if self.nonfinite:
             yield f"inf or nan in {self.nonfinite} of {self.steps} steps"
@@ -196,14 +164,3 @@ def _rank_variable(name: str) -> int | None:
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:
     return ", ".join(f"{count:,} {before}{name}" for name, count in counts.items()) or "0"
-
-
-def _sum(several: Iterable[Mapping[str, int] | None]) -> dict[str, int] | None:
-    """Add up numbers by name; None where there are none at all."""
-    known = [counts for counts in several if counts is not None]
-    return {name: sum(one.get(name, 0) for one in known) for counts in known for name in counts} if known else None
-
-
-def _sums(several: Iterable[Mapping[str, Mapping[str, int]] | None]) -> dict[str, dict[str, int]] | None:
-    known = [functions for functions in several if functions is not None]
-    return {name: _sum(one.get(name) for one in known) or {} for one in known for name in one} if known else None

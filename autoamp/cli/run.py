@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from autoamp.cli.children import FOLDER_VARIABLE, ChildReports, make_folder, take_reports
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
@@ -56,16 +55,16 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
     take_path(chosen)
     first = os.environ.get("RANK", "0") == "0"
-    reports, speaks = reports and first, not chosen.quiet and first
+    reports, options = reports and first, replace(options, quiet=chosen.quiet or not first)
     # --fail-on needs no sampled steps.
-    run = set_up(options, count=reports or speaks, record=judged or reports, sample=reports)
+    run = set_up(options, count=reports or not options.quiet, record=judged or reports, sample=reports)
     run_program = prepared(chosen, asdict(run.options))
     real = real_apex()
     if first and real is not None and options.apex and not options.shadow_apex:
         added = added_to_real_apex()
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
         say(f"a real apex is installed ({real}); {what}; --shadow-apex hides it")
-    end = _RunEnd(run, chosen, path if first else None, quiet=not speaks)
+    end = _RunEnd(run, chosen, path if first else None)
 
     def run_and_note() -> None:
         try:
@@ -115,19 +114,15 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
 class _RunEnd:
     """Writes the summary and the report when the program has ended, in the process that began it."""
 
-    def __init__(self, run: Run, chosen: argparse.Namespace, path: Path | None, *, quiet: bool) -> None:
+    def __init__(self, run: Run, chosen: argparse.Namespace, path: Path | None) -> None:
         self._run = run
         self._chosen = chosen
         self._path = path
-        self._quiet = quiet
         self._process = os.getpid()
         self._exit_code = 0
         self._document: dict[str, Any] = {}
-        # A run within another one counts alone.
-        os.environ.pop(FOLDER_VARIABLE, None)
-        self._children = None if quiet and path is None else make_folder()
-        if self._children is not None:
-            ChildReports(run, self._children)
+        if not run.options.quiet:
+            run.tell_in_forks()
         # This runs after the program's own exit functions, and after multiprocessing has joined its children.
         multiprocessing.util.Finalize(None, self.tell, exitpriority=-100)
         # A program that handles the signal itself replaces this handler.
@@ -155,11 +150,10 @@ class _RunEnd:
     def tell(self) -> None:
         """Write the summary and the report."""
         report = self._run.report([self._chosen.program, *self._chosen.args], self._exit_code)
-        if self._children is not None:
-            report = report.with_children(take_reports(self._children))
         # A program that refuses its command line ends with 2, and has not begun.
-        if not (self._quiet or (self._exit_code == 2 and report.is_idle)):
-            say(report.summary())
+        if not (self._run.options.quiet or (self._exit_code == 2 and report.is_idle)):
+            for line in report.summary():
+                say(line)
         if self._path is None:
             return
         if is_page(self._path) and not self._document:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import time
@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from autoamp import runtime
 from autoamp.cli.command import DTYPES
+from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
 from autoamp.diagnostics import Counts, HalfLosses, sum_of
@@ -50,6 +52,7 @@ class Options:
         capsule: As for `autoamp.init`.
         keep_memory: Whether freed memory is kept where the run computes on a CPU.
         on_nonfinite: As for `autoamp.init`.
+        quiet: Whether neither this process nor its children write a summary.
     """
 
     dtype: str | None = None
@@ -64,6 +67,7 @@ class Options:
     capsule: str | None = None
     keep_memory: bool = True
     on_nonfinite: OnNonfinite = "warn"
+    quiet: bool = True
 
     @classmethod
     def from_command_line(cls, chosen: argparse.Namespace) -> Options:
@@ -236,7 +240,27 @@ class Run:
                 "the program made without a folder for capsules. Pass capsule= there, or leave the call to autoamp run"
             )
 
-    def reset(self) -> None:
+    def tell_in_forks(self) -> None:
+        """Let each fork of this process, and each fork of these, write a summary of its own when it ends."""
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+            os.register_at_fork(after_in_child=self.tell_at_end)
+        # Where the work of a fork begins, multiprocessing drops all finalizers and then calls this.
+        multiprocessing.util.register_after_fork(self, Run.tell_at_end)
+
+    def tell_at_end(self) -> None:
+        """Let this child write a summary when it ends as Python or multiprocessing does, if it cast or stepped."""
+        # Other finalizers of multiprocessing, which stop queues and managers, have priorities from -5 to 10.
+        multiprocessing.util.Finalize(None, self._tell, exitpriority=100)
+
+    def _tell(self) -> None:
+        report = self.report([], 0)
+        # A program starts new workers of a data loader for each pass through its data.
+        if not report.is_idle and get_worker_info() is None:
+            for line in report.summary():
+                say(f"process {os.getpid()}: {line}")
+
+    def _reset(self) -> None:
         """Reset what is counted in a fork, since its parent has it."""
         for counts in self._counts:
             counts.reset()

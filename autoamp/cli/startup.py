@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoamp.cli import session
-from autoamp.cli.children import ChildReports, parents_folder
 from autoamp.cli.output import as_typed, say
 from autoamp.errors import AutoampError, UsageError
 
@@ -36,7 +35,8 @@ def set_up() -> None:
 
 def set_up_child(options: Mapping[str, Any]) -> None:
     """Set up a process that a program under `autoamp run` started, as the program's own was."""
-    folder = parents_folder()
-    run = session.set_up(session.Options(**options), count=folder is not None)
-    if folder is not None:
-        ChildReports(run, folder).write_at_end()
+    chosen = session.Options(**options)
+    run = session.set_up(chosen, count=not chosen.quiet)
+    if not chosen.quiet:
+        run.tell_at_end()
+        run.tell_in_forks()

@@ -194,11 +194,8 @@ if __name__ == "__main__":
             sys.exit()
         os.wait()
     elif how == "loader":
-        # The workers, which are forks, have entered no region of their own.
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            pass
-        torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
-        list(torch.utils.data.DataLoader([torch.ones(1)] * 4, num_workers=2))
+        # The workers, which are forks, cast too.
+        list(torch.utils.data.DataLoader(range(4), num_workers=2, collate_fn=lambda _: work(1)))
         work(3)
     else:
         if how == "cleared":
@@ -210,7 +207,6 @@ if __name__ == "__main__":
             mp.get_context(how).Process(target=work, args=(steps,)).start()
 """,
     "own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n',
-    "nests.py": "import subprocess, sys\nsubprocess.check_call([sys.executable, '-m', 'autoamp', *sys.argv[1:]])\n",
     "real/apex/__init__.py": "print('the real one')\n",
     "real/imports_apex.py": "import apex\n",
 }
@@ -235,7 +231,7 @@ RUNS = {
         for dtype in ("fp16", "bf16")
         for name in ("tables", "fp16_optimizer", "by_hand")
     },
-    **{how: [*RUN, "children.py", how] for how in ("os", "spawn", "fork", "cleared", "forkserver")},
+    **{how: [*RUN, "children.py", how] for how in ("os", "spawn", "fork", "cleared", "forkserver", "loader")},
 }
 # By what they show: a command line, its exit code, its output, and what its standard error has.
 TOLD: dict[str, tuple[list[str], int, str, str]] = {
@@ -264,12 +260,7 @@ TOLD: dict[str, tuple[list[str], int, str, str]] = {
         "autoamp: float16 on cpu by the program's own torch.autocast;",
     ),
     "lists reach the program": ([*RUN, "--quiet", "--lists", "own.toml", "plain.py"], 0, OUT, ""),
-    "workers of a data loader are no children that count": (
-        [*RUN, "children.py", "loader"], 0, "", "autoamp: bfloat16 on cpu (O1); ops 3 bfloat16;",
-    ),
-    "a run within another one is not counted by that": (
-        [*RUN, "nests.py", *RUN, "--quiet", "children.py", "spawn"], 0, "", "autoamp: bfloat16 on cpu (O1); ops 0;",
-    ),
+    "children are quiet too": ([*RUN, "--quiet", "children.py", "spawn"], 0, "", ""),
     "torchrun is refused with what to do": (
         [*RUN, "-m", "torch.distributed.run", "--nproc-per-node=2", "plain.py"], 2, "",
         "use torchrun [its options] -m autoamp run [options] script.py",
@@ -396,13 +387,28 @@ def test_steps_by_hand_are_said_to_be_unscaled(dtype: str, name: str, ended: dic
     assert "steps skipped" not in one_line(one)
 
 
-@pytest.mark.parametrize("how", ["os", "spawn", "fork", "cleared", "forkserver"])
-def test_what_children_do_is_counted(how: str, ended: dict[str, Ended]) -> None:
-    one, number = ended[how], "2 child processes" if how in ("fork", "cleared") else "1 child process"
+@pytest.mark.parametrize(
+    ("how", "parent", "children"),
+    [
+        ("os", 1, [2]),
+        ("spawn", 0, [3]),
+        ("fork", 0, [1, 2]),
+        ("cleared", 0, [1, 2]),
+        ("forkserver", 0, [3]),
+        # A data loader has new workers in each epoch.
+        ("loader", 3, []),
+    ],
+)
+def test_each_process_tells_what_it_did_itself(
+    how: str, parent: int, children: list[int], ended: dict[str, Ended]
+) -> None:
+    one = ended[how]
     assert (one.code, one.out) == (0, "")
-    assert f"autoamp: bfloat16 on cpu (O1); {number} included; ops 3 bfloat16; casts 9 to bfloat16;" in one_line(one)
-    assert "0 of 3 steps skipped" in one_line(one)
-    assert one.err.count("autoamp: ") == 1
+    *others, last = one.err.splitlines()
+    told = r"bfloat16 on cpu \(O1\); ops (\d) bfloat16; casts \d to bfloat16; loss scale 1; 0 of \1 steps skipped;"
+    assert sorted(int(re.match(rf"autoamp: process \d+: {told}", line)[1]) for line in others) == children
+    idle = r"autoamp: bfloat16 on cpu \(O1\); ops (0); casts 0; peak RSS"
+    assert int(re.match(f"autoamp: {told}" if parent else idle, last)[1]) == parent
 
 
 def test_a_program_that_sigterm_ends_has_its_summary_and_report(folder: Path, ended: dict[str, Ended]) -> None:

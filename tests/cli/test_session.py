@@ -75,4 +75,4 @@ def test_a_summary_tells_of_the_list_of_a_parent_folder_after_the_program_change
     run = set_up(Options(dtype="bf16", device_type="cpu"))
     os.chdir(tmp_path)
     (tmp_path / "run").rmdir()
-    assert f"{tmp_path / 'autoamp.toml'} of a parent folder" in run.report(["x.py"], 0).summary()
+    assert f"{tmp_path / 'autoamp.toml'} of a parent folder" in run.report(["x.py"], 0).summary()[0]
