@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import platform
 import sys
-import types
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -23,8 +19,7 @@ from autoamp.errors import ListFileError, UsageError, kind_of
 from autoamp.half_units import HALF_NAMES, default_half_dtype, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
 from autoamp.memory import why_not_kept
-from autoamp.ops import expand, owns_its_names
-from autoamp.patching import original_of
+from autoamp.ops import expand
 from autoamp.rules import ENVIRONMENT_VARIABLE, shipped_sets
 from autoamp.runtime import Region, Settings, check_device, current_handle, device_type_of, init
 from autoamp.tensors import dtype_name
@@ -119,56 +114,10 @@ def _lists(kind: str) -> list[str]:
 
 
 def _bound_names() -> list[str]:
-    """Return the names that imported modules hold of functions that `autoamp.init` patches, but torch's own.
-
-    It rebinds module globals (``from torch import relu``). It does not reach items of containers, attributes of
-    classes, default arguments and partials.
-    """
-    settings = Settings.from_arguments()
-    with Region(True, settings) as handle:
-        rebound = sorted(name for name in handle.late_bound if not name.startswith("torch."))
-    originals = {id(target.original): target.original for target in expand(settings.table).targets}
-    unreached = []
-    for name, module in sorted(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and not name.startswith("torch.") and not owns_its_names(name):
-            for attribute, value in list(vars(module).items()):
-                places = _places(value, name)
-                unreached += [
-                    f"{name}.{attribute}{place}" for place, held in places if id(original_of(held)) in originals
-                ]
-    lines = []
-    for names, what in (
-        (rebound, "are rebound by init"),
-        (list(dict.fromkeys(unreached)), "keep torch's own: init does not reach them"),
-    ):
-        lines += [f"{len(names)} {what}" + (":" if names else ""), *(f"  {name}" for name in names)]
-    return lines
-
-
-def _places(value: Any, module: str) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that a global holds one level down, and how they are reached. Runs no code of the program."""
-    if type(value) is dict:
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()))
-    elif type(value) in (list, tuple):
-        yield from ((f"[{at}]", item) for at, item in enumerate(value))
-    elif type(value) is functools.partial:
-        yield ".func", value.func
-    elif isinstance(value, types.FunctionType) and value.__module__ == module:
-        yield from _defaults(value)
-    elif isinstance(value, type) and value.__module__ == module:
-        for name, held in list(vars(value).items()):
-            plain = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
-            yield f".{name}", plain
-            if isinstance(plain, types.FunctionType):
-                yield from ((f".{name}{place}", item) for place, item in _defaults(plain))
-
-
-def _defaults(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    # From the last. A named tuple's constructor has more of them than its code has names.
-    given = zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
-    yield from ((f"({name}=)", held) for name, held in given)
-    yield from ((f"({name}=)", held) for name, held in (function.__kwdefaults__ or {}).items())
+    """Return the names that imported modules hold of functions that `autoamp.init` patches, but torch's own."""
+    with Region(True, Settings.from_arguments()) as handle:
+        names = sorted(name for name in handle.late_bound if not name.startswith("torch."))
+    return [f"{len(names)} are rebound by init" + (":" if names else ""), *(f"  {name}" for name in names)]
 
 
 def _consistency(name: str, device_type: str) -> Consistency:
