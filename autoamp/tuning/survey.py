@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
-import timeit
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -38,19 +36,12 @@ class SurveyEnded(BaseException):
 
 
 def time_of(run: Callable[[], Any], seconds: float = 0.02) -> float:
-    """Return the seconds of a call: the median of up to five blocks of calls, which together take about ``seconds``."""
-    timer = timeit.Timer(run, timer=_synchronized_clock)
-    timer.timeit(1)
-    once = max(timer.timeit(1), 1e-9)
-    blocks = min(5, 1 + int(seconds / once))
-    calls = max(1, int(seconds / blocks / once))
-    return statistics.median(timer.repeat(blocks, calls)) / calls
+    """Return the seconds of a call: the median of blocks of calls, which together take about ``seconds``."""
+    # Here, since its import takes a fifth of a second, and every program imports this package.
+    from torch.utils.benchmark import Timer
 
-
-def _synchronized_clock() -> float:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter()
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
 @dataclass
@@ -154,19 +145,18 @@ class Surveyor(RangeProfile):
 
     # -- afterwards --
 
-    def survey(self, seconds: float, timer: Callable[[Callable[[], Any]], float] = time_of) -> Survey:
+    def survey(self, seconds: float) -> Survey:
         """Time the uses that were seen, those that compute most first, and return all that was found.
 
         Args:
             seconds: How long this takes. Uses that are left then are untimed.
-            timer: Returns the seconds of a call.
         """
         end = time.monotonic() + seconds
         untimed = 0
         for sample in sorted(self._samples.values(), key=lambda one: -one.elements * one.use.calls):
             late = time.monotonic() > end
             untimed += late
-            sample.use.seconds = {} if late else self._times(sample, timer)
+            sample.use.seconds = {} if late else self._times(sample)
         uses = []
         for key, sample in self._samples.items():
             self._add_ranges(sample.use, self._within[key[:2]].values(), self._values[key[:2]])
@@ -195,7 +185,7 @@ class Surveyor(RangeProfile):
         errors = [row.errors[self._dtype] for row in rows if self._dtype in row.errors]
         use.error = max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
-    def _times(self, sample: _Sample, timer: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
+    def _times(self, sample: _Sample) -> dict[str, float]:
         if sample.arguments is None:
             return {}
         half = self._handle.settings.dtype
@@ -203,7 +193,7 @@ class Surveyor(RangeProfile):
         found = {}
         for name, (dtype, within) in zip(VARIANTS, variants, strict=True):
             with contextlib.suppress(*_REFUSED), self._handle.disable_casts(), torch.enable_grad():
-                found[name] = timer(_repeatable(sample.function, sample.arguments, dtype, within))
+                found[name] = time_of(_repeatable(sample.function, sample.arguments, dtype, within))
         return found
 
 
