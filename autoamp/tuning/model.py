@@ -169,12 +169,12 @@ def _faster(target: str, uses: Sequence[Use], survey: Survey) -> list[Proposal]:
         return []
     if half is None or half_cast is None:
         reason = f"it cannot be run in {survey.dtype} on {survey.device_type}"
-        return [Proposal(target, "none", "unprofitable", reason)] if policies == {"fp16"} else []
+        return [Proposal(target, "fp32", "unprofitable", reason)] if policies == {"fp16"} else []
     seconds = {"fp32": full, survey.dtype: half, "with casts": half_cast}
     figures = ", ".join(f"{name} {1e6 * value:,.0f} us" for name, value in seconds.items()) + " a step"
     if policies == {"fp16"} and half >= full * (1 - NOISE):
         reason = f"does not pay on {survey.device_type}: {figures}"
-        return [Proposal(target, "none", "unprofitable", reason, half_cast - full)]
+        return [Proposal(target, "fp32", "unprofitable", reason, half_cast - full)]
     errors = [use.error for use in uses if use.error is not None]
     if policies == {"fp32"} and half_cast < full * (1 - NOISE) and len(errors) == len(uses):
         reason = f"{figures}; no overflow, relative error {max(errors):.2g}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoamp.tuning.model import NOISE, Proposal
 
@@ -123,18 +123,11 @@ class Search(ProgramSearch):
             if self._why_not(candidate, self._trial(candidate)) is None:
                 self.untried = []
         while self.untried:
-            self._try(self.untried[0])
-
-    def _try(self, proposal: Proposal) -> None:
-        """Try a proposal by itself. A program that fails with an op under ``none`` may work with it in fp32."""
-        for value in ("none", "fp32") if proposal.value == "none" else (proposal.value,):
-            candidate = (*self.chosen, replace(proposal, value=value))
+            candidate = (*self.chosen, self.untried[0])
             why = self._why_not(candidate, self._trial(candidate))
-            if proposal in self.untried:
-                self.untried.remove(proposal)
-            if why is None:
-                return
-            self.rejected.append((candidate[-1], why))
+            proposal = self.untried.pop(0)
+            if why is not None:
+                self.rejected.append((proposal, why))
 
     def _trial(self, candidate: tuple[Proposal, ...] | None) -> Trial:
         outcomes: list[Outcome] = []

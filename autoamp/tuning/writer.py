@@ -23,7 +23,7 @@ def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), commen
     if extends:
         lines.append(f"extends = [{', '.join(map(_string, extends))}]")
     ordered = sorted(proposals, key=operator.attrgetter("name"))
-    for policy in ("fp16", "fp32", "none"):
+    for policy in ("fp16", "fp32"):
         entries = [one for one in ordered if one.value == policy and not one.of_module]
         if entries:
             lines += ["", f"{policy} = [", *(f"    {_string(one.name)},  {_reason(one)}" for one in entries), "]"]

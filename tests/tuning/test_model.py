@@ -44,7 +44,7 @@ def changes(*uses, **how):
         # The list has `__matmul__`: a rule on `matmul` would not act.
         ([SCORES], {"__matmul__": ("fp32", "unsafe")}),
         ([SCORES, use("__matmul__", "fp16", 1000, 500)], {"net.Scores": ("fp32", "unsafe")}),
-        ([use("__matmul__", "fp16", 100, 700)], {"__matmul__": ("none", "unprofitable")}),
+        ([use("__matmul__", "fp16", 100, 700)], {"__matmul__": ("fp32", "unprofitable")}),
         # An op on no list is in fp32 in a class alone if it is called elsewhere, and nothing that pays is in the class.
         ([GATE, replace(GATE, overflow=0, module_class="net.Block")], {"net.Gate": ("fp32", "unsafe")}),
         ([GATE], dict.fromkeys(MUL, ("fp32", "unsafe"))),
@@ -75,15 +75,15 @@ def test_an_op_with_a_large_error_goes_to_fp32() -> None:
     assert "inf or nan" in proposals_of(survey(use("linear", "fp16", 100, 50, error=math.inf)))[0].reason
 
 
-def test_an_op_that_does_not_pay_is_left_alone() -> None:
+def test_an_op_that_does_not_pay_goes_to_fp32() -> None:
     found = proposals_of(survey(use("conv2d", "fp16", 100, 700), use("linear", "fp16", 1000, 500, casts=10), steps=2))
-    assert [(one.name, one.value, one.kind) for one in found] == [("conv2d", "none", "unprofitable")]
+    assert [(one.name, one.value, one.kind) for one in found] == [("conv2d", "fp32", "unprofitable")]
     assert found[0].reason == "does not pay on cpu: fp32 50 us, float16 350 us, with casts 350 us a step"
 
 
-def test_an_op_that_cannot_be_run_in_half_is_left_alone() -> None:
+def test_an_op_that_cannot_be_run_in_half_goes_to_fp32() -> None:
     (found,) = proposals_of(survey(replace(use("linear", "fp16", 0, 0), seconds={"fp32": 1e-4})))
-    assert (found.value, found.reason) == ("none", "it cannot be run in float16 on cpu")
+    assert (found.value, found.reason) == ("fp32", "it cannot be run in float16 on cpu")
 
 
 def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:

@@ -16,7 +16,7 @@ PLANTED = survey(
     use("layer_norm", "fp32", 100, 90, casts=2),
     use("softmax", "fp32", 50, 20, casts=5),
 )
-ALL = {"hypot": "fp32", "conv2d": "none", "layer_norm": "fp16", "softmax": "fp16"}
+ALL = {"hypot": "fp32", "conv2d": "fp32", "layer_norm": "fp16", "softmax": "fp16"}
 
 
 def searched(run: Callable[..., Outcome], **how: object) -> Search:
@@ -49,10 +49,11 @@ def test_what_harms_the_metric_is_not_taken() -> None:
     assert why == "the metric is 1.5005, in fp32 0.5005, and 0.01 is allowed"
 
 
-def test_where_the_program_fails_with_none_it_is_fp32() -> None:
-    result = searched(Program(PLANTED, fails={("conv2d", "none")}))
-    assert entries(result) == {**ALL, "conv2d": "fp32"}
-    assert [(one.name, one.value) for one, _ in result.rejected] == [("conv2d", "none")]
+def test_a_change_that_fails_is_not_taken() -> None:
+    result = searched(Program(PLANTED, fails={("conv2d", "fp32")}))
+    assert entries(result) == {name: value for name, value in ALL.items() if name != "conv2d"}
+    ((proposal, why),) = result.rejected
+    assert (proposal.name, why) == ("conv2d", "the program failed: exit code 1: RuntimeError: expected Float")
 
 
 def test_what_is_slower_in_the_program_than_in_the_model_is_not_taken() -> None:
@@ -108,5 +109,5 @@ def test_the_summary_says_that_half_precision_does_not_pay() -> None:
     search = Search(program, proposals_of(slow), (0,))
     assert any("pays on this device is unknown" in line for line in summary_of(slow, search, "loss"))
     search.search()
-    assert entries(search) == {"linear": "none"}
+    assert entries(search) == {"linear": "fp32"}
     assert any("does not pay on this device" in line for line in summary_of(slow, search, "loss"))

@@ -12,7 +12,7 @@ PROPOSALS = (
     Proposal("softmax", "fp16", "profitable", "40 us, 100 us"),
     Proposal("mul", "fp32", "unsafe", "5 overflow\nat 'net.py':7 \x00 # \u20ac"),
     Proposal("add", "fp32", "unsafe", "6 overflow"),
-    Proposal("conv2d", "none", "unprofitable", "does not pay"),
+    Proposal("conv2d", "fp32", "unprofitable", "does not pay"),
     Proposal("net.Head", "fp32", "unsafe", "linear is unsafe", of_module=True),
 )
 
@@ -25,8 +25,7 @@ def test_entries_have_their_policies_and_reasons(tmp_path: Path) -> None:
         "schema": 1,
         "extends": ["bf16"],
         "fp16": ["softmax"],
-        "fp32": ["add", "mul"],
-        "none": ["conv2d"],
+        "fp32": ["add", "conv2d", "mul"],
         "modules": {"net.Head": "fp32"},
     }
     assert '"softmax",  # profitable: 40 us, 100 us' in text
