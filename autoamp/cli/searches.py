@@ -12,7 +12,7 @@ from autoamp.cli.output import say, writable
 from autoamp.cli.program_runs import MetricUnknown, program_runs
 from autoamp.errors import UsageError
 from autoamp.rules import load_table, package_tables
-from autoamp.tuning import Bisection, Outcome, Search, Survey, list_text, proposals_of, summary_of, units_of
+from autoamp.tuning import Bisection, Search, Survey, figures_of, list_text, proposals_of, summary_of, units_of
 
 # The part of the budget that the survey may take, half of it for the program and half for timing ops.
 _SURVEY = 0.4
@@ -40,7 +40,10 @@ def tune(chosen: argparse.Namespace) -> int:
         survey = runs.survey(seconds / 2)
         proposals = proposals_of(survey, max_error=chosen.max_error)
         say(f"uses of ops: {len(survey.uses)}; changes to try: {len(proposals)}")
-        search = Search(runs.run, proposals, seeds, chosen.tolerance, chosen.higher_is_better)
+        search = Search(
+            run=runs.run, seeds=seeds, tolerance=chosen.tolerance, proposals=proposals,
+            higher_is_better=chosen.higher_is_better,
+        )  # fmt: skip
         try:
             search.search()
         except MetricUnknown as error:
@@ -76,46 +79,27 @@ def bisect(chosen: argparse.Namespace) -> int:
         say(f"surveying {chosen.survey_steps} steps of {chosen.program} in fp32")
         units = units_of(runs.survey(runs.budget / 2, timed=False))
         say(f"{len(units)} modules and ops are candidates")
-        search = Bisection(runs.run, units, chosen.seed, chosen.tolerance)
+        seeds = (chosen.seed, chosen.seed + 1)
+        search = Bisection(run=runs.run, seeds=seeds, tolerance=chosen.tolerance, units=units)
         try:
             search.search()
         except MetricUnknown as error:
             say(str(error), wrong=True)
             return 1
-    lines = _summary(search, chosen.metric, runs.made)
+    lines = figures_of(search, chosen.metric)
+    if search.listed is not None:
+        lines.append(f"allowed difference from fp32: {search.allowed:.3g}")
+        if not search.is_wrong:
+            lines.append("half precision is within the allowed difference: no rule has to change")
+    lines.append(f"{runs.made} runs")
+    if search.stopped is not None:
+        lines.append(f"stopped early: {search.stopped}" + ("; fewer entries may be enough" if search.chosen else ""))
+    elif search.is_wrong and not search.chosen:
+        lines.append(_NOT_RESTORED)
     for line in lines:
         say(line)
-    if search.culprits:
-        entries = {one.name: one for unit in search.culprits for one in unit}
-        sys.stdout.write(list_text(list(entries.values()), comments=lines))
+    if search.chosen:
+        sys.stdout.write(list_text(search.chosen, comments=lines))
     if search.stopped is not None:
         return search.stopped.exit_code
-    return int(_is_wrong(search) and not search.culprits)
-
-
-def _is_wrong(search: Bisection) -> bool:
-    """Whether the metric in half precision differs from fp32."""
-    return search.half is not None and not search.is_restored(search.half)
-
-
-def _summary(search: Bisection, metric: str, runs: int) -> list[str]:
-    """Return the result as lines of text."""
-    fp32 = Outcome(search.fp32[0]) if search.fp32 else None
-    named = [("in fp32", fp32), ("in half precision", search.half), ("with these entries", search.restored)]
-    lines = [f"{metric} {where}: {_shown(outcome)}" for where, outcome in named if outcome is not None]
-    if search.half is not None:
-        lines.append(f"allowed difference from fp32: {search.allowed:.3g}")
-        if not _is_wrong(search):
-            lines.append("half precision is within the allowed difference: no rule has to change")
-    lines.append(f"{runs} runs")
-    if search.stopped is not None:
-        lines.append(f"stopped early: {search.stopped}" + ("; fewer entries may be enough" if search.culprits else ""))
-    elif _is_wrong(search) and not search.culprits:
-        lines.append(_NOT_RESTORED)
-    return lines
-
-
-def _shown(outcome: Outcome) -> str:
-    if outcome.failed is not None:
-        return f"the program failed: {outcome.failed}"
-    return "none" if outcome.metric is None else f"{outcome.metric:.6g}"
+    return int(search.is_wrong and not search.chosen)

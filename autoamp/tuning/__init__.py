@@ -7,7 +7,7 @@ from autoamp.tuning.metrics import METRICS_VARIABLE, metric_of, number_in, print
 from autoamp.tuning.model import Proposal, Survey, Use, proposals_of
 from autoamp.tuning.search import Outcome, Search, Stopped
 from autoamp.tuning.survey import SurveyEnded, Surveyor, time_of
-from autoamp.tuning.writer import list_text, summary_of
+from autoamp.tuning.writer import figures_of, list_text, summary_of
 
 __all__ = [
     "METRICS_VARIABLE",
@@ -20,6 +20,7 @@ __all__ = [
     "SurveyEnded",
     "Surveyor",
     "Use",
+    "figures_of",
     "list_text",
     "metric_of",
     "number_in",

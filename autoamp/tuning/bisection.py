@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from autoamp.diagnostics import spellings
 from autoamp.tuning.model import Proposal, Survey, Use
-from autoamp.tuning.search import Outcome, ProgramSearch
+from autoamp.tuning.search import ProgramSearch, Trial
 
 Unit: TypeAlias = tuple[Proposal, ...]
 """The list entries that put one module, or one op under all of its names, into fp32."""
@@ -51,7 +51,7 @@ def _some(calls: Sequence[str]) -> str:
     return ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Bisection(ProgramSearch):
     """Searches for the units that must be fp32 by runs of the program.
 
@@ -59,44 +59,36 @@ class Bisection(ProgramSearch):
     together with the culprits found before. Each culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on
     top. The result was confirmed by a run, even if culprits depend on each other.
 
+    ``chosen`` are the entries of the fewest units that restored the metric in a run. All runs have the first of the
+    seeds; in fp32 the program runs with each, and the difference between these runs is always allowed.
+
     Attributes:
         units: From `units_of`.
-        seed: The seed of all runs; the second run in fp32 has the next one.
-        tolerance: The allowed relative difference from the metric in fp32. The difference between the two runs in fp32
-            is always allowed.
-        fp32: The metrics of the runs in fp32.
-        half: The run with the lists as they are.
-        restored: The run with the culprits in fp32; before the search ends, the run with the fewest units that restores
-            the metric. None if there is no such run.
-        culprits: The units of that run.
     """
 
     units: Sequence[Unit]
-    seed: int = 0
-    tolerance: float = 0.02
-    fp32: tuple[float, ...] = field(default=(), init=False)
-    half: Outcome | None = field(default=None, init=False)
-    restored: Outcome | None = field(default=None, init=False)
-    culprits: tuple[Unit, ...] = field(default=(), init=False)
 
     @property
     def allowed(self) -> float:
         """The allowed difference from the metric of the first run in fp32."""
-        return max(self.tolerance * abs(self.fp32[0]), *(abs(value - self.fp32[0]) for value in self.fp32))
+        assert self.fp32 is not None
+        first, *others = self.fp32.metrics
+        return max([self.tolerance * abs(first), *(abs(value - first) for value in others)])
 
-    def is_restored(self, outcome: Outcome) -> bool:
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the metric with the lists as they are is known to differ from that in fp32."""
+        return self.listed is not None and not self._is_restored(self.listed)
+
+    def _is_restored(self, trial: Trial) -> bool:
         """Whether a run did not fail and has the metric of fp32."""
-        if outcome.failed is not None or outcome.metric is None:
-            return False
-        return abs(outcome.metric - self.fp32[0]) <= self.allowed
+        assert self.fp32 is not None
+        return trial.failed is None and abs(trial.metric - self.fp32.metrics[0]) <= self.allowed
 
     def _search(self) -> None:
-        for seed in (self.seed, self.seed + 1):
-            metric = self.run(None, seed).metric
-            assert metric is not None
-            self.fp32 = (*self.fp32, metric)
-        self.half = self.run((), self.seed)
-        if self.is_restored(self.half) or not self.units or not self._restores(self.units):
+        self.fp32 = self._trial(None, self.seeds)
+        self.listed = self._trial((), self.seeds[:1])
+        if not self.is_wrong or not self.units or not self._restores(self.units):
             return
         found: tuple[Unit, ...] = ()
         # A run has shown that these and the first `high` units restore the metric.
@@ -115,8 +107,8 @@ class Bisection(ProgramSearch):
     def _restores(self, units: Sequence[Unit]) -> bool:
         """Run the program with these units in fp32, and return whether that restores the metric."""
         entries = {one.name: one for unit in units for one in unit}
-        outcome = self.run(tuple(entries.values()), self.seed)
-        if self.is_restored(outcome):
-            self.restored, self.culprits = outcome, tuple(units)
-            return True
-        return False
+        trial = self._trial(tuple(entries.values()), self.seeds[:1])
+        if not self._is_restored(trial):
+            return False
+        self.best, self.chosen = trial, tuple(entries.values())
+        return True

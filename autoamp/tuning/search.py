@@ -58,16 +58,26 @@ class Trial:
         return statistics.fmean(self.metrics)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ProgramSearch:
     """A search by runs of a program. Stopped early, it has the best result so far.
 
     Attributes:
         run: Runs the program with list entries and a seed, in fp32 for None. It may raise `Stopped`.
+        seeds: The seeds of the runs in fp32.
+        tolerance: The allowed difference from the metric in fp32, relative.
+        fp32, listed, best: The runs in fp32, with the lists as they are, and with ``chosen``; None if there were none.
+        chosen: The changes to write.
         stopped: Why the search stopped early, None if it did not.
     """
 
     run: Callable[[tuple[Proposal, ...] | None, int], Outcome]
+    seeds: Sequence[int]
+    tolerance: float = 0.02
+    fp32: Trial | None = field(default=None, init=False)
+    listed: Trial | None = field(default=None, init=False)
+    best: Trial | None = field(default=None, init=False)
+    chosen: tuple[Proposal, ...] = field(default=(), init=False)
     stopped: Stopped | None = field(default=None, init=False)
 
     def search(self) -> None:
@@ -80,58 +90,9 @@ class ProgramSearch:
     def _search(self) -> None:
         raise NotImplementedError
 
-
-@dataclass
-class Search(ProgramSearch):
-    """Tries proposals on the program: all at once, else one by one.
-
-    Attributes:
-        proposals: From `proposals_of`, in the order in which they are tried.
-        seeds: The program runs once with each.
-        tolerance: How much worse than in fp32 the metric may be, relative. The standard deviation over seeds in fp32 is
-            always allowed.
-        higher_is_better: Whether a larger metric is better.
-        fp32, listed, best: The runs in fp32, with the lists as they are, and with ``chosen``; None if there were none.
-        chosen: The changes to write: the unsafe ops, until runs have confirmed a ``best``.
-        rejected: Changes that were tried and not taken, and why.
-        untried: Proposals that were not tried.
-    """
-
-    proposals: Sequence[Proposal]
-    seeds: Sequence[int]
-    tolerance: float = 0.02
-    higher_is_better: bool = False
-    fp32: Trial | None = field(default=None, init=False)
-    listed: Trial | None = field(default=None, init=False)
-    best: Trial | None = field(default=None, init=False)
-    chosen: tuple[Proposal, ...] = field(default=(), init=False)
-    rejected: list[tuple[Proposal, str]] = field(default_factory=list, init=False)
-    untried: list[Proposal] = field(default_factory=list, init=False)
-
-    def __post_init__(self) -> None:
-        self.chosen = tuple(one for one in self.proposals if one.kind == "unsafe")
-        self.untried = list(self.proposals)
-
-    def _search(self) -> None:
-        self.fp32 = self._trial(None)
-        self.listed = self._trial(())
-        unsafe = self.chosen
-        self._why_not(unsafe, self._trial(unsafe) if unsafe else self.listed)
-        self.untried = [one for one in self.untried if one not in unsafe]
-        if len(self.untried) > 1:
-            candidate = (*unsafe, *self.untried)
-            if self._why_not(candidate, self._trial(candidate)) is None:
-                self.untried = []
-        while self.untried:
-            candidate = (*self.chosen, self.untried[0])
-            why = self._why_not(candidate, self._trial(candidate))
-            proposal = self.untried.pop(0)
-            if why is not None:
-                self.rejected.append((proposal, why))
-
-    def _trial(self, candidate: tuple[Proposal, ...] | None) -> Trial:
+    def _trial(self, candidate: tuple[Proposal, ...] | None, seeds: Sequence[int]) -> Trial:
         outcomes: list[Outcome] = []
-        for seed in self.seeds:
+        for seed in seeds:
             outcomes.append(self.run(candidate, seed))
             # A list that fails or diverges with one seed needs no other.
             if outcomes[-1].failed is not None or not math.isfinite(outcomes[-1].metric or 0.0):
@@ -141,8 +102,48 @@ class Search(ProgramSearch):
         median = statistics.median(seconds) if len(seconds) == len(outcomes) else None
         return Trial(outcomes[-1].failed, metrics, median)
 
-    def _why_not(self, candidate: tuple[Proposal, ...], trial: Trial) -> str | None:
-        """Take a candidate that is good and not slower than the best; else return why it is not taken."""
+
+@dataclass(kw_only=True)
+class Search(ProgramSearch):
+    """Tries proposals on the program: all at once, else one by one, each with all seeds.
+
+    ``chosen`` are the unsafe ops, until runs have confirmed a ``best``. The standard deviation of the metric over seeds
+    in fp32 is always allowed.
+
+    Attributes:
+        proposals: From `proposals_of`, in the order in which they are tried.
+        higher_is_better: Whether a larger metric is better.
+        rejected: Changes that were tried and not taken, and why.
+        untried: Proposals that were not tried.
+    """
+
+    proposals: Sequence[Proposal]
+    higher_is_better: bool = False
+    rejected: list[tuple[Proposal, str]] = field(default_factory=list, init=False)
+    untried: list[Proposal] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.chosen = tuple(one for one in self.proposals if one.kind == "unsafe")
+        self.untried = list(self.proposals)
+
+    def _search(self) -> None:
+        self.fp32 = self._trial(None, self.seeds)
+        self.listed = self._trial((), self.seeds)
+        unsafe = self.chosen
+        self._why_not(unsafe, None if unsafe else self.listed)
+        self.untried = [one for one in self.untried if one not in unsafe]
+        candidate = (*unsafe, *self.untried)
+        if len(self.untried) > 1 and self._why_not(candidate) is None:
+            self.untried = []
+        while self.untried:
+            why = self._why_not((*self.chosen, self.untried[0]))
+            proposal = self.untried.pop(0)
+            if why is not None:
+                self.rejected.append((proposal, why))
+
+    def _why_not(self, candidate: tuple[Proposal, ...], trial: Trial | None = None) -> str | None:
+        """Run a candidate, and take it if it is good and not slower than the best; else return why it is not taken."""
+        trial = trial or self._trial(candidate, self.seeds)
         why = self._differs(trial) or self._slower(trial)
         if why is None:
             self.chosen, self.best = candidate, trial

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 
 from autoamp.tuning.model import NOISE, Proposal, Survey
-from autoamp.tuning.search import Search, Trial
+from autoamp.tuning.search import ProgramSearch, Search
 
 
 def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), comments: Sequence[str] = ()) -> str:
@@ -53,11 +53,7 @@ def summary_of(survey: Survey, search: Search, metric: str) -> list[str]:
         f"{survey.dtype} on {survey.device_type}, torch {survey.torch}, seeds {', '.join(map(str, search.seeds))}; "
         f"surveyed over {survey.steps} steps"
     ]
-    best = search.best if search.chosen else None
-    for name, trial in (("fp32", search.fp32), ("the lists as they are", search.listed), ("this list", best)):
-        if trial is not None:
-            lines.append(f"{name}: {_figures(trial, metric)}")
-    lines.append(_verdict(search))
+    lines += [*figures_of(search, metric), _verdict(search)]
     if search.chosen and search.best is None:
         lines.append("these entries come from the survey: no run has confirmed them")
     if survey.untimed:
@@ -73,12 +69,15 @@ def summary_of(survey: Survey, search: Search, metric: str) -> list[str]:
     return lines
 
 
-def _figures(trial: Trial, metric: str) -> str:
-    if trial.failed is not None:
-        return f"failed: {trial.failed}"
-    values = ", ".join(f"{value:.6g}" for value in trial.metrics)
-    seconds = "" if trial.seconds is None else f", {1e3 * trial.seconds:.4g} ms a step"
-    return f"{metric} {values}{seconds}"
+def figures_of(search: ProgramSearch, metric: str) -> list[str]:
+    """Return a line for each list that was run: the metric of each run and the time of a step, or why it failed."""
+    lines, best = [], search.best if search.chosen else None
+    for name, trial in (("fp32", search.fp32), ("the lists as they are", search.listed), ("this list", best)):
+        if trial is not None:
+            values = ", ".join(f"{value:.6g}" for value in trial.metrics)
+            seconds = "" if trial.seconds is None else f", {1e3 * trial.seconds:.4g} ms a step"
+            lines.append(f"{name}: " + (f"failed: {trial.failed}" if trial.failed else f"{metric} {values}{seconds}"))
+    return lines
 
 
 def _verdict(search: Search) -> str:

@@ -36,7 +36,7 @@ def test_bisect_prints_the_entry_that_restores_the_metric(
     found = capsys.readouterr()
     assert tomllib.loads(found.out)["modules"] == {"1": "fp32"}
     assert "linear at script.py" in found.out
-    for line in ("loss in fp32: ", "loss in half precision: ", "loss with these entries: ", " runs"):
+    for line in ("fp32: loss ", "the lists as they are: loss ", "this list: loss ", " runs"):
         assert line in found.out
         assert line in found.err
 
@@ -61,7 +61,7 @@ in_half = Late()(torch.ones(1, 1, 1))
         ("print('loss:', 1.01 if in_half else 1.0)", 0, "no rule has to change"),
         ("print('loss:', 'nan' if in_half else 1.0)", 1, "differs even with every surveyed"),
         ("print('loss: 1.0')\nassert not in_half, 'no data'", 1,
-         "in half precision: the program failed: exit code 1: AssertionError: no data"),
+         "the lists as they are: failed: exit code 1: AssertionError: no data"),
     ],
 )  # fmt: skip
 def test_where_there_is_nothing_to_find_it_prints_no_list(

@@ -38,9 +38,9 @@ class Program:
 
 
 def searched(program: Program) -> tuple[Bisection, list[str]]:
-    search = Bisection(program, units_of(survey(*LAYERS)))
+    search = Bisection(run=program, seeds=(0, 1), units=units_of(survey(*LAYERS)))
     search.search()
-    return search, sorted(one.name for unit in search.culprits for one in unit)
+    return search, sorted(one.name for one in search.chosen)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,9 @@ def test_culprits_among_60_layers(places: tuple[int, ...], outcome: Outcome | No
     program = Program(*(f"layers.{place}" for place in places), outcome=outcome)
     search, found = searched(program)
     assert found == sorted(program.culprits)
-    assert search.restored is not None
-    assert search.is_restored(search.restored)
+    assert search.is_wrong
+    assert search.best is not None
+    assert search.best.metric == 1.0
     # One more, which looks at what the program calls.
     assert program.runs + 1 <= 12 * len(places)
 
@@ -66,7 +67,7 @@ def test_what_differs_no_more_than_two_seeds_do_is_no_fault() -> None:
 def test_what_no_layer_restores_is_told_after_one_more_run() -> None:
     program = Program("outside")
     search, found = searched(program)
-    assert (found, search.restored, program.runs) == ([], None, 4)
+    assert (found, search.best, program.runs) == ([], None, 4)
 
 
 @pytest.mark.parametrize("most", range(13))
@@ -89,7 +90,7 @@ def test_culprits_that_depend_on_each_other_come_to_a_list_that_was_run() -> Non
     program = Either()
     search, found = searched(program)
     assert found
-    assert program(tuple(one for unit in search.culprits for one in unit), 0).metric == 1.0
+    assert program(search.chosen, 0).metric == 1.0
 
 
 def test_candidates_are_modules_by_class_or_path_and_ops_outside_of_them() -> None:

@@ -20,7 +20,7 @@ ALL = {"hypot": "fp32", "conv2d": "fp32", "layer_norm": "fp16", "softmax": "fp16
 
 
 def searched(run: Callable[..., Outcome], **how: object) -> Search:
-    search = Search(run, proposals_of(PLANTED), (0, 1), **how)  # type: ignore[arg-type]
+    search = Search(run=run, proposals=proposals_of(PLANTED), seeds=(0, 1), **how)  # type: ignore[arg-type]
     search.search()
     return search
 
@@ -106,7 +106,7 @@ def test_a_higher_metric_may_be_better() -> None:
 def test_the_summary_says_that_half_precision_does_not_pay() -> None:
     slow = survey(use("linear", "fp16", 100, 700))
     program = Program(slow)
-    search = Search(program, proposals_of(slow), (0,))
+    search = Search(run=program, proposals=proposals_of(slow), seeds=(0,))
     assert any("pays on this device is unknown" in line for line in summary_of(slow, search, "loss"))
     search.search()
     assert entries(search) == {"linear": "fp32"}
