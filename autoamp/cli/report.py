@@ -1,84 +1,16 @@
-"""The report of a run: its values, a few words for people, and its JSON."""
+"""The report of a run: what one process did, in a few words for people."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-from autoamp.diagnostics import versions
-from autoamp.memory import peak_rss
 from autoamp.modules import AUTOCAST
 
 
-@dataclass(frozen=True)
-class Report:
-    """What one process of a run did.
-
-    Attributes:
-        dtype: The half dtype that the program ran in, whoever cast; ``"float32"`` where it has its own mixed precision,
-            and that was off. None where nothing was set up.
-        ops: How often functions of the lists were called, by the dtype that they ran in. Like ``casts`` and
-            ``functions`` None where nobody counted, as after a program's own ``initialize``.
-        casts: How many arguments autoamp cast, by the dtype that they were cast to.
-        functions: The calls of each function, by the dtype that it ran in.
-        by_program: Whether the program set mixed precision up itself.
-        loss_scale: The last scale, of the program's `FP16_Optimizer` or `GradScaler` where it has one; None where
-            we scale no loss.
-        steps, skipped: Optimizer steps, and how many of these were skips; of the program's `FP16_Optimizer` where it
-            has one.
-        nonfinite: In how many steps that no loss scale guards the gradients held inf or nan.
-        scaling_left_to: What the program scales its losses with, so that this was left to it; else None.
-        unused_scaler: Whether the program made an enabled `torch.amp.GradScaler`, and none scaled a loss.
-        casts_left_to: What the program computes in half precision with, so that casts ended there; else None.
-        unmatched: The entries of the user's lists that had no effect, by name, each with a message.
-        own_dtypes: The half dtypes that the program itself computed in, of torch.autocast by regions entered.
-        parameters: How many elements the parameters have that ``initialize`` was given, by their dtype; else None.
-        masters: Whether optimizers step fp32 masters of those in half precision.
-        lists: The files of the lists in force, later ones over earlier ones; empty where no list casts.
-        folder: The folder in which the run began.
-        memory: The result of `keep_freed_memory`; None if it was not called.
-        half_losses: What was lost in half precision without an inf, a row for each.
-        lost_params, half_params: How many parameters lost updates, of how many half ones that optimizers step.
-        peak_rss: The most bytes of physical memory that the process held; None where that is not Linux.
-        repeated: A sentence for each overflow that was logged once, and came in more steps.
-        rank, ranks: Which of how many processes under torchrun these numbers are of; None elsewhere.
-    """
-
-    program: list[str]
-    opt_level: str
-    device_type: str | None
-    dtype: str | None
-    ops: dict[str, int] | None
-    casts: dict[str, int] | None
-    functions: dict[str, dict[str, int]] | None
-    loss_scale: float | None
-    steps: int
-    skipped: int
-    seconds: float
-    exit_code: int
-    by_program: bool
-    nonfinite: int = 0
-    scaling_left_to: str | None = None
-    unused_scaler: bool = False
-    casts_left_to: str | None = None
-    unmatched: dict[str, str] = field(default_factory=dict)
-    own_dtypes: dict[str, int] = field(default_factory=dict)
-    parameters: dict[str, int] | None = None
-    masters: bool = False
-    rank: int | None = field(default_factory=lambda: _rank_variable("RANK"))
-    ranks: int | None = field(default_factory=lambda: _rank_variable("WORLD_SIZE"))
-    lists: list[str] = field(default_factory=list)
-    folder: str = field(default_factory=os.getcwd)
-    half_losses: list[dict[str, Any]] = field(default_factory=list)
-    lost_params: int = 0
-    half_params: int = 0
-    repeated: list[str] = field(default_factory=list)
-    memory: str | None = None
-    peak_rss: int | None = field(default_factory=peak_rss)
-    versions: dict[str, str] = field(default_factory=versions)
+class Report(SimpleNamespace):
+    """What one process of a run did. The attributes are the values of ``--report``; `Run.report` says what they are."""
 
     @property
     def is_idle(self) -> bool:
@@ -154,12 +86,6 @@ class Report:
             yield "losses are not scaled, as no optimizer was seen"
         if self.nonfinite:
             yield f"inf or nan in {self.nonfinite} of {self.steps} steps"
-
-
-def _rank_variable(name: str) -> int | None:
-    """Return a variable that torchrun sets, None elsewhere."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else None
 
 
 def _listed(counts: Mapping[str, int], before: str = "") -> str:

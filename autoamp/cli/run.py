@@ -160,7 +160,7 @@ class _RunEnd:
             say("there is no report: the program was not run to its end, or nothing was cast")
             return
         try:
-            write_report(self._path, {**self._document, **asdict(report)})
+            write_report(self._path, {**self._document, **vars(report)})
         except UsageError as error:
             say(str(error))
 

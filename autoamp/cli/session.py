@@ -22,11 +22,11 @@ from autoamp.cli.command import DTYPES
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
-from autoamp.diagnostics import Counts, HalfLosses, sum_of
+from autoamp.diagnostics import Counts, HalfLosses, sum_of, versions
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LevelName, check_level
-from autoamp.memory import keep_freed_memory
+from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.rules import package_tables
 from autoamp.runtime import BaseHandle, Handle, OnNonfinite, Runtime, runtime_of
@@ -274,7 +274,7 @@ class Run:
         self._began = time.perf_counter()
 
     def report(self, program: list[str], exit_code: int) -> Report:
-        """Return the report of the run up to now."""
+        """Return the report of this process up to now. Its attributes are the values of ``--report``."""
         now, casts_some = runtime_of(self._now), isinstance(self._now, Handle)
         self._listening.close()
         counted, counts = bool(self._counts), sum_of(self._counts)
@@ -285,30 +285,48 @@ class Run:
         own = {} if scoped is None else {dtype_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
         # A list of a package that was not imported has no effect.
         absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
+        # torchrun sets these.
+        variables = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+        rank, ranks = (int(text) if text.isdigit() else None for text in variables)
         return Report(
             program=program,
             opt_level=now.settings.opt_level or self.options.opt_level,
             device_type=now.settings.device_type if casts_some else None,
+            # None where nothing was set up.
             dtype=self._dtype(now, own) if casts_some else None,
+            # Calls of listed functions and casts, by the dtype that they ran in or cast to; None where nobody counted.
             ops=counts.by_dtype() if counted else None,
             casts=dict(casts) if counted else None,
             functions=counts.ops if counted else None,
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
+            # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
+            # The entries of the user's lists that had no effect, by name, each with a message.
             unmatched={**now.patched.unmatched_rules(), **now.precisions.unmatched()},
+            # What the program computes in half precision with, so that casts ended there; else None.
             casts_left_to=None if scoped is None else scoped.yielded_to,
+            # The half dtypes that the program itself computed in, of torch.autocast by regions entered.
             own_dtypes=own,
+            # How many elements the parameters have that `initialize` was given, by their dtype; else None.
             parameters=self._parameters,
             masters=now.optimizers.has_masters,
+            # The files of the lists in force, later ones over earlier ones.
             lists=[file for file in now.settings.table.sources if file not in absent] if casts_some else [],
             folder=self._folder,
+            # What was lost in half precision without an inf, a row for each kind.
             half_losses=list(self._half_losses.rows.values()),
             lost_params=len(self._half_losses.lost),
             half_params=len(self._half_losses.seen),
+            # A sentence for each overflow that was logged once, and came in more steps.
             repeated=now.overflows.repeated,
+            # The result of `keep_freed_memory`; None if it was not called.
             memory=self._memory,
+            peak_rss=peak_rss(),
+            rank=rank,
+            ranks=ranks,
+            versions=versions(),
         )
 
     def _dtype(self, now: Runtime, own: Mapping[str, int]) -> str:
@@ -323,7 +341,11 @@ class Run:
         return dtype_name(now.settings.dtype)
 
     def _steps(self, now: Runtime) -> dict[str, Any]:
-        """Return the report's values on steps and the loss scale."""
+        """Return the report's values on steps and the loss scale.
+
+        They are of the program's `FP16_Optimizer` or `GradScaler` where it has one. ``nonfinite`` is in how many steps
+        that no loss scale guards the gradients held inf or nan.
+        """
         counts, yielded_to, before = now.optimizers.step_stats, self._scaling.yielded_to, self._inherited
         by_program = bool(counts.own) or counts.own_scale is not None
         ours = yielded_to is None and (counts.steps > 0 or self._now is not self.handle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +11,14 @@ from autoamp.cli.report import Report
 REPORT = Report(
     program=["train.py"], opt_level="O1", device_type="cuda", dtype="float16", ops={"float16": 12345, "float32": 6},
     casts={"float16": 78}, functions={"torch.mm": {"float16": 12345, "float32": 6}}, loss_scale=65536.0, steps=400,
-    skipped=2, seconds=12.34, exit_code=0,
-    by_program=False, peak_rss=None,
+    skipped=2, seconds=12.34, exit_code=0, by_program=False, nonfinite=0, scaling_left_to=None, unused_scaler=False,
+    casts_left_to=None, unmatched={}, own_dtypes={}, parameters=None, masters=False, lists=[], folder="/here",
+    half_losses=[], lost_params=0, half_params=0, repeated=[], memory=None, peak_rss=None, rank=None, ranks=None,
 )  # fmt: skip
+
+
+def replace(report: Report, **changes: Any) -> Report:
+    return Report(**{**vars(report), **changes})
 
 
 def test_summary_is_one_line() -> None:
