@@ -12,7 +12,7 @@ from autoamp.cli.output import say, writable
 from autoamp.cli.program_runs import MetricUnknown, program_runs
 from autoamp.errors import UsageError
 from autoamp.rules import load_table, package_tables
-from autoamp.tuning import Bisection, Search, Survey, figures_of, list_text, proposals_of, summary_of, units_of
+from autoamp.tuning import Bisection, Search, Survey, list_text, proposals_of, units_of
 
 # The part of the budget that the survey may take, half of it for the program and half for timing ops.
 _SURVEY = 0.4
@@ -49,7 +49,7 @@ def tune(chosen: argparse.Namespace) -> int:
         except MetricUnknown as error:
             say(f"{error}. Nothing was written", wrong=True)
             return 1
-        lines = summary_of(survey, search, chosen.metric)
+        lines = search.summary(survey, chosen.metric)
         extends = _extends(chosen.lists, survey, output.parent)
         text = list_text(search.chosen, extends, ["Written by autoamp tune.", *lines, ""])
         try:
@@ -86,7 +86,7 @@ def bisect(chosen: argparse.Namespace) -> int:
         except MetricUnknown as error:
             say(str(error), wrong=True)
             return 1
-    lines = figures_of(search, chosen.metric)
+    lines = search.figures(chosen.metric)
     if search.listed is not None:
         lines.append(f"allowed difference from fp32: {search.allowed:.3g}")
         if not search.is_wrong:

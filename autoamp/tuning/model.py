@@ -1,10 +1,14 @@
-"""The cost model: from a survey to the list changes that promise something, each with its reason and figures."""
+"""From a survey to the list changes to try, each with its reason and figures; changes as the text of a list file."""
 
 from __future__ import annotations
 
+import json
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from autoamp.diagnostics import spellings
 
@@ -94,6 +98,10 @@ class Proposal:
     reason: str
     gain: float = 0.0
     of_module: bool = False
+
+
+Unit: TypeAlias = tuple[Proposal, ...]
+"""The list entries that put one module, or one op under all of its names, into fp32."""
 
 
 def proposals_of(survey: Survey, *, max_error: float = 0.05) -> tuple[Proposal, ...]:
@@ -192,3 +200,76 @@ def _seconds_a_step(uses: Iterable[Use], variant: str, survey: Survey) -> float 
 def _saved(use: Use) -> float:
     full, half = use.total("fp32"), use.total("half")
     return 0.0 if full is None or half is None else full - half
+
+
+def units_of(survey: Survey) -> tuple[Unit, ...]:
+    """Return the candidates for fp32: the innermost modules that a program called, and ops called outside of these.
+
+    A module is named by its class if it is the only one of that class, else by its path. Ops that the lists already
+    run in fp32 are left out, and unlisted ops that are exact in half precision, such as views.
+    """
+    paths: defaultdict[str, set[str]] = defaultdict(set)
+    for use in survey.uses:
+        if use.module is not None and use.module_class is not None:
+            paths[use.module_class].add(use.module)
+    units: defaultdict[tuple[tuple[str, ...], bool], list[str]] = defaultdict(list)
+    for use in survey.uses:
+        exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
+        if use.policy not in ("fp32", "banned") and not exact:
+            units[_entries(use, paths)].append(f"{use.op} at {use.location}" if use.location else use.op)
+    return tuple(
+        tuple(Proposal(name, "fp32", "culprit", _some(calls), of_module=of_module) for name in names)
+        for (names, of_module), calls in units.items()
+    )
+
+
+def _entries(use: Use, paths: dict[str, set[str]]) -> tuple[tuple[str, ...], bool]:
+    """Return the entries that put a use into fp32, and whether they name a module."""
+    if use.module is not None and use.module_class is not None and len(paths[use.module_class]) == 1:
+        return (use.module_class,), True
+    if use.module:
+        return (use.module,), True
+    # The survey does not know by which of its names an unlisted op was called.
+    return (use.policy == "unlisted" and spellings(use.target)) or (use.target,), False
+
+
+def _some(calls: Sequence[str]) -> str:
+    different = list(dict.fromkeys(calls))
+    return ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
+
+
+def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), comments: Sequence[str] = ()) -> str:
+    """Return a list file with these entries.
+
+    Args:
+        proposals: The entries, each with its reason.
+        extends: The sets and files that it is based on; none for those that apply anyway.
+        comments: Lines for its head.
+    """
+    lines = [_comment(line) for line in comments]
+    lines += ["schema = 1"]
+    if extends:
+        lines.append(f"extends = [{', '.join(map(_string, extends))}]")
+    ordered = sorted(proposals, key=operator.attrgetter("name"))
+    for policy in ("fp16", "fp32"):
+        entries = [one for one in ordered if one.value == policy and not one.of_module]
+        if entries:
+            lines += ["", f"{policy} = [", *(f"    {_string(one.name)},  {_reason(one)}" for one in entries), "]"]
+    modules = [one for one in ordered if one.of_module]
+    if modules:
+        lines += ["", "[modules]"]
+        lines += [f"{_string(one.name)} = {_string(one.value)}  {_reason(one)}" for one in modules]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(proposal: Proposal) -> str:
+    return _comment(f"{proposal.kind}: {proposal.reason}")
+
+
+def _comment(text: str) -> str:
+    # Control characters are no part of a TOML file.
+    return "# " + "".join(letter if letter.isprintable() else " " for letter in text) if text else "#"
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

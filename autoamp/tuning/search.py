@@ -1,4 +1,4 @@
-"""The confirming runs: the program itself, with several seeds, for as long as the budget lasts."""
+"""Searches by runs of the program itself: for the changes that pay, and for the rules that must be fp32."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autoamp.tuning.model import NOISE, Proposal
+from autoamp.tuning.model import NOISE, Proposal, Survey, Unit
 
 
 class Stopped(BaseException):
@@ -86,6 +86,17 @@ class ProgramSearch:
             self._search()
         except Stopped as stopped:
             self.stopped = stopped
+
+    def figures(self, metric: str) -> list[str]:
+        """Return a line for each list that was run: the metric of each run and the time of a step, or why it failed."""
+        lines, best = [], self.best if self.chosen else None
+        for name, trial in (("fp32", self.fp32), ("the lists as they are", self.listed), ("this list", best)):
+            if trial is not None:
+                values = ", ".join(f"{value:.6g}" for value in trial.metrics)
+                seconds = "" if trial.seconds is None else f", {1e3 * trial.seconds:.4g} ms a step"
+                said = f"{metric} {values}{seconds}" if trial.failed is None else f"failed: {trial.failed}"
+                lines.append(f"{name}: {said}")
+        return lines
 
     def _search(self) -> None:
         raise NotImplementedError
@@ -168,3 +179,98 @@ class Search(ProgramSearch):
         if best is None or trial.seconds is None or trial.seconds <= best * (1 + NOISE):
             return None
         return f"a step takes {1e3 * trial.seconds:.3g} ms, without it {1e3 * best:.3g} ms"
+
+    def summary(self, survey: Survey, metric: str) -> list[str]:
+        """Return the result in lines: figures, whether half precision pays, and the changes that were not taken."""
+        lines = [
+            f"{survey.dtype} on {survey.device_type}, torch {survey.torch}, seeds {', '.join(map(str, self.seeds))}; "
+            f"surveyed over {survey.steps} steps"
+        ]
+        lines += [*self.figures(metric), self._verdict()]
+        if self.chosen and self.best is None:
+            lines.append("these entries come from the survey: no run has confirmed them")
+        if survey.untimed:
+            lines.append(f"there was no time to measure {survey.untimed} uses of ops; their rules are unchanged")
+        if self.stopped is not None:
+            lines.append(f"stopped early: {self.stopped}")
+        lines += [f"tried and rejected: {one.name} = {one.value}: {why}" for one, why in self.rejected]
+        lines += [
+            f"not tried: {one.name} = {one.value}: {one.kind}: {one.reason}"
+            for one in self.untried
+            if one not in self.chosen
+        ]
+        return lines
+
+    def _verdict(self) -> str:
+        """Whether half precision pays on this device, as far as runs tell."""
+        fp32, best = self.fp32, self.best
+        if fp32 is not None and self.listed is not None and best is None:
+            return "no list that was tried keeps the metric within tolerance"
+        if fp32 is None or best is None or fp32.seconds is None or best.seconds is None:
+            return "whether half precision pays on this device is unknown: there were too few runs or steps"
+        ratio = best.seconds / fp32.seconds
+        pays = "pays" if ratio <= 1 - NOISE else "does not pay"
+        return f"half precision {pays} on this device: a step takes {ratio:.2f} times as long as in fp32"
+
+
+@dataclass(kw_only=True)
+class Bisection(ProgramSearch):
+    """Searches for the units that must be fp32 by runs of the program.
+
+    A binary search finds each culprit: the last unit of the shortest prefix of ``units`` that restores the metric
+    together with the culprits found before. Each culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on
+    top. The result was confirmed by a run, even if culprits depend on each other.
+
+    ``chosen`` are the entries of the fewest units that restored the metric in a run. All runs have the first of the
+    seeds; in fp32 the program runs with each, and the difference between these runs is always allowed.
+
+    Attributes:
+        units: From `units_of`.
+    """
+
+    units: Sequence[Unit]
+
+    @property
+    def allowed(self) -> float:
+        """The allowed difference from the metric of the first run in fp32."""
+        assert self.fp32 is not None
+        first, *others = self.fp32.metrics
+        return max([self.tolerance * abs(first), *(abs(value - first) for value in others)])
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the metric with the lists as they are is known to differ from that in fp32."""
+        return self.listed is not None and not self._is_restored(self.listed)
+
+    def _is_restored(self, trial: Trial) -> bool:
+        """Whether a run did not fail and has the metric of fp32."""
+        assert self.fp32 is not None
+        return trial.failed is None and abs(trial.metric - self.fp32.metrics[0]) <= self.allowed
+
+    def _search(self) -> None:
+        self.fp32 = self._trial(None, self.seeds)
+        self.listed = self._trial((), self.seeds[:1])
+        if not self.is_wrong or not self.units or not self._restores(self.units):
+            return
+        found: tuple[Unit, ...] = ()
+        # A run has shown that these and the first `high` units restore the metric.
+        high = len(self.units)
+        while high and not (found and self._restores(found)):
+            low = 0
+            while high - low > 1:
+                middle = (low + high) // 2
+                if self._restores((*found, *self.units[:middle])):
+                    high = middle
+                else:
+                    low = middle
+            high -= 1
+            found = (*found, self.units[high])
+
+    def _restores(self, units: Sequence[Unit]) -> bool:
+        """Run the program with these units in fp32, and return whether that restores the metric."""
+        entries = {one.name: one for unit in units for one in unit}
+        trial = self._trial(tuple(entries.values()), self.seeds[:1])
+        if not self._is_restored(trial):
+            return False
+        self.best, self.chosen = trial, tuple(entries.values())
+        return True

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autoamp.tuning import Outcome, Proposal, Search, Stopped, proposals_of, summary_of
+from autoamp.tuning import Outcome, Proposal, Search, Stopped, proposals_of
 from tests.tuning.planted import Program, survey, use
 
 PLANTED = survey(
@@ -38,7 +38,7 @@ def test_all_that_is_sure_is_tried_at_once() -> None:
     assert [seed for _, seed in program.runs] == [0, 1, 0, 0, 1, 0, 1]
     assert program.runs[0][0] is None
     assert program.runs[2][0] == ()
-    assert any("pays on this device: a step takes 0.5" in line for line in summary_of(PLANTED, result, "loss"))
+    assert any("pays on this device: a step takes 0.5" in line for line in result.summary(PLANTED, "loss"))
 
 
 def test_what_harms_the_metric_is_not_taken() -> None:
@@ -87,7 +87,7 @@ def test_stopped_anywhere_it_has_the_best_so_far_and_says_what_it_has_not_tried(
     assert known == set(ALL)
     if result.best is None:
         assert {one.name for one in result.untried} == set(ALL)
-    text = "\n".join(summary_of(PLANTED, result, "loss"))
+    text = "\n".join(result.summary(PLANTED, "loss"))
     assert "stopped early: the budget was spent" in text
     # What is unsafe stays, with a run or without.
     assert all(f"not tried: {one.name}" in text for one in result.untried if one not in result.chosen)
@@ -107,7 +107,7 @@ def test_the_summary_says_that_half_precision_does_not_pay() -> None:
     slow = survey(use("linear", "fp16", 100, 700))
     program = Program(slow)
     search = Search(run=program, proposals=proposals_of(slow), seeds=(0,))
-    assert any("pays on this device is unknown" in line for line in summary_of(slow, search, "loss"))
+    assert any("pays on this device is unknown" in line for line in search.summary(slow, "loss"))
     search.search()
     assert entries(search) == {"linear": "fp32"}
-    assert any("does not pay on this device" in line for line in summary_of(slow, search, "loss"))
+    assert any("does not pay on this device" in line for line in search.summary(slow, "loss"))
