@@ -82,7 +82,9 @@ def test_a_program_that_fails_is_told(script: Path, forked: None, capsys: pytest
 
 def test_a_program_without_a_metric_is_told(script: Path, forked: None, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("import torch\ntorch.ones(1)\n")
-    assert main(["bisect", *ON_CPU, "script.py"]) == 1
+    with pytest.raises(SystemExit) as ended:
+        main(["bisect", *ON_CPU, "script.py"])
+    assert ended.value.code == 1
     assert "in fp32; name a value that it prints" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autoamp.cli import program_child
-from autoamp.cli.program_runs import ProgramRuns
+from autoamp.cli.searches import ProgramRuns
 
 
 @pytest.fixture(autouse=True)
