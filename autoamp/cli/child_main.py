@@ -7,7 +7,6 @@ the program, by which what the parent pickled is found.
 from __future__ import annotations
 
 from autoamp.cli.launch import names_of_main
-from autoamp.cli.startup import set_up_child
 
 if __name__ == "__mp_main__":
-    globals().update(names_of_main(set_up_child))
+    globals().update(names_of_main())

@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autoamp.cli.startup import set_up_child
 from autoamp.errors import UsageError
 
 # Holds JSON for children: the options, and how to find their ``__main__``.
@@ -163,18 +164,14 @@ def _tell_children(chosen: argparse.Namespace, options: Mapping[str, Any]) -> No
     multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
-def names_of_main(set_up: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-    """Set a child process up, import the program as ``__mp_main__`` and return its names.
-
-    Args:
-        set_up: Called with the options before the program is imported.
-    """
+def names_of_main() -> dict[str, Any]:
+    """Set a child process up, import the program as ``__mp_main__`` and return its names."""
     main = sys.modules["__main__"]
     if main.__name__ == "__mp_main__":
         # A fork of a server that has imported the program: from Python 3.14 on multiprocessing's forkserver does so.
         return dict(vars(main))
     chosen = argparse.Namespace(**json.loads(os.environ[CHILD_VARIABLE]))
-    set_up(chosen.options)
+    set_up_child(chosen.options)
     # Grandchildren want the same.
     _tell_children(chosen, chosen.options)
     if not chosen.is_module:
