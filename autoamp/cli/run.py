@@ -138,8 +138,8 @@ class _RunEnd:
         self._exit_code = exit_code
         if os.getpid() != self._process:
             return
-        self._document = self._run.end_recording()
         fail_on = self._chosen.fail_on
+        self._document = {} if fail_on is None and self._path is None else self._run.end_recording()
         if exit_code == 0 and fail_on is not None and self._document:
             found = failures(self._document, fail_on)
             if found:

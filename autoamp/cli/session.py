@@ -192,7 +192,8 @@ class Run:
             self._listening.callback(self.follow(self._lend_half_losses))
         if options.capsule is not None:
             self._listening.callback(self.follow(self._check_capsule))
-        self._stop_recording = self.follow(lambda made: made.record(sample=sample)) if record else None
+        if record:
+            self._listening.callback(self.follow(lambda made: made.record(sample=sample)))
 
     def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:
         """Call a function with the handle, and with each later one. Returns a function that stops this."""
@@ -206,13 +207,11 @@ class Run:
         return runtime.current_handle() or self.handle
 
     def end_recording(self) -> dict[str, Any]:
-        """Stop recording and return the recorded values; none if `set_up` was not asked to record."""
-        if self._stop_recording is None:
-            return {}
-        self._stop_recording()
+        """Stop recording and return the recorded values; none if nothing was recorded."""
         recording = runtime_of(self._now).recording
-        if recording is not None:
-            recording.stop()
+        if recording is None:
+            return {}
+        recording.stop()
         return self._now.report()
 
     def _count(self, handle: BaseHandle) -> None:

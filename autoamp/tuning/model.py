@@ -217,10 +217,12 @@ def units_of(survey: Survey) -> tuple[Unit, ...]:
         exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
         if use.policy not in ("fp32", "banned") and not exact:
             units[_entries(use, paths)].append(f"{use.op} at {use.location}" if use.location else use.op)
-    return tuple(
-        tuple(Proposal(name, "fp32", "culprit", _some(calls), of_module=of_module) for name in names)
-        for (names, of_module), calls in units.items()
-    )
+    found = []
+    for (names, of_module), calls in units.items():
+        different = list(dict.fromkeys(calls))
+        reason = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
+        found.append(tuple(Proposal(name, "fp32", "culprit", reason, of_module=of_module) for name in names))
+    return tuple(found)
 
 
 def _entries(use: Use, paths: dict[str, set[str]]) -> tuple[tuple[str, ...], bool]:
@@ -231,11 +233,6 @@ def _entries(use: Use, paths: dict[str, set[str]]) -> tuple[tuple[str, ...], boo
         return (use.module,), True
     # The survey does not know by which of its names an unlisted op was called.
     return (use.policy == "unlisted" and spellings(use.target)) or (use.target,), False
-
-
-def _some(calls: Sequence[str]) -> str:
-    different = list(dict.fromkeys(calls))
-    return ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
 
 
 def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), comments: Sequence[str] = ()) -> str:
