@@ -88,7 +88,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
     Args:
         options: The options of the command line.
         count: Whether calls and casts are counted, which costs some microseconds a call.
-        record: Whether the run is recorded for a report.
+        record: Whether the run is recorded for a report, and counted.
         sample: Whether some steps are looked at closely for it.
 
     Raises:
@@ -183,13 +183,11 @@ class Run:
         self._parameters: dict[str, int] | None = None
         self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
-        if count:
-            self._listening.callback(self.follow(self._count))
         if count or record:
             # Not the handle's own: half models are also trained where there is none.
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
-            self._listening.callback(self.follow(self._lend_half_losses))
+            self._listening.callback(self.follow(self._count))
         if options.capsule is not None:
             self._listening.callback(self.follow(self._check_capsule))
         if record:
@@ -216,6 +214,7 @@ class Run:
 
     def _count(self, handle: BaseHandle) -> None:
         """Count the calls and casts under a handle, and the parameters of models by their dtype."""
+        runtime_of(handle).half_losses = self._half_losses
         counts = handle.count()
         # A handle that was suspended, in favour of a region's, goes on with its own.
         if counts not in self._counts:
@@ -227,9 +226,6 @@ class Run:
             for param in {param for model in models for param in model.parameters()}:
                 found[dtype_name(param.dtype)] += param.numel()
             self._parameters = dict(sorted(found.items()))
-
-    def _lend_half_losses(self, handle: BaseHandle) -> None:
-        runtime_of(handle).half_losses = self._half_losses
 
     def _check_capsule(self, handle: BaseHandle) -> None:
         folder = self.options.capsule

@@ -26,8 +26,7 @@ class Use:
     """The calls of one op at one place with arguments of the same shapes.
 
     Attributes:
-        op: The function's dotted name, or torch's name of an operator that no list casts.
-        target: How a list names it.
+        target: How a list names the op.
         policy: The policy in force, ``"unlisted"`` if there is none.
         module_class: The dotted name of the innermost module's class, None outside of modules.
         location: ``"file:line"`` of the call.
@@ -41,7 +40,6 @@ class Use:
         error: The largest relative error of its operators in the half dtype; None if that is unknown.
     """
 
-    op: str
     target: str
     policy: str
     module_class: str | None = None
@@ -216,7 +214,7 @@ def units_of(survey: Survey) -> tuple[Unit, ...]:
     for use in survey.uses:
         exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
         if use.policy not in ("fp32", "banned") and not exact:
-            units[_entries(use, paths)].append(f"{use.op} at {use.location}" if use.location else use.op)
+            units[_entries(use, paths)].append(f"{use.target} at {use.location}" if use.location else use.target)
     found = []
     for (names, of_module), calls in units.items():
         different = list(dict.fromkeys(calls))

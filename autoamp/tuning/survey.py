@@ -123,20 +123,20 @@ class Surveyor(RangeProfile):
         if call.modules:
             self._modules[call.site] = call.modules[-1]
         return _Sample(
-            self._use(call.op.name, call.op.rule.target, call.op.rule.policy.value, call.site),
+            self._use(call.op.rule.target, call.op.rule.policy.value, call.site),
             function,
             map_tensors((call.args, call.kwargs), _copy) if fits else None,
             sum(tensor.numel() for tensor in tensors),
         )
 
-    def _use(self, op: str, target: str, policy: str, site: CallSite) -> Use:
+    def _use(self, target: str, policy: str, site: CallSite) -> Use:
         module = self._modules.get(site)
         is_leaf = module is not None and next(module.children(), None) is None
         # A class in fp32 takes the modules within with it.
         known = module is not None and (is_leaf or policy != "unlisted")
         # Lists cannot name a module that is registered nowhere.
         path = site.module if is_leaf and "<" not in (site.module or "") else None
-        return Use(op, target, policy, class_name(type(module)) if known else None, site.location, path)
+        return Use(target, policy, class_name(type(module)) if known else None, site.location, path)
 
     def _after_step(self, *_: Any) -> None:
         super()._after_step()
@@ -164,7 +164,7 @@ class Surveyor(RangeProfile):
         for row in (row for (op, _), rows in self._within.items() if op is None for row in rows.values()):
             target = row.op.removeprefix("aten::").rstrip("_").lstrip("_")
             if target in known_ops():
-                uses.append(self._use(row.op, target, "unlisted", row.site))
+                uses.append(self._use(target, "unlisted", row.site))
                 uses[-1].calls = row.calls
                 self._add_ranges(uses[-1], [row])
         device_type, steps = self._handle.settings.device_type, max(1, self.steps)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from autoamp.cli import program_child
+from autoamp.cli import searches
 from autoamp.cli.searches import ProgramRuns
 
 
@@ -36,7 +36,7 @@ class Fork:
     """A child as `subprocess.Popen` starts it, but as a fork of this process, which has imported torch."""
 
     def __init__(self, command: list[str], *, stdout: Any, stderr: Any, env: dict[str, str], **_: Any) -> None:
-        assert command[:3] == [sys.executable, "-m", program_child.__name__]
+        assert command[:3] == [sys.executable, "-m", searches.__name__]
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid:
@@ -47,7 +47,7 @@ class Fork:
             os.dup2(stdout.fileno(), 1), os.dup2(stderr.fileno(), 2)
             sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
             os.environ.update(env)
-            program_child.main(command[3])
+            searches.run_in_child(command[3])
             code = 0
         except BaseException:
             traceback.print_exc()

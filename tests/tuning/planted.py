@@ -13,7 +13,7 @@ def use(target: str, policy: str, fp32: float, half: float, *, casts: float = 0.
     seconds = {"fp32": 1e-6 * fp32, "half": 1e-6 * half, "half_cast": 1e-6 * (half + casts)}
     largest = 17 if fields.get("overflow") else 0
     planted = {"calls": 1, "location": "net.py:7", "seconds": seconds, "error": 0.001, "largest": largest, **fields}
-    return Use(f"torch.{target}", target, policy, **planted)
+    return Use(target, policy, **planted)
 
 
 def survey(*uses: Use, steps: int = 1) -> Survey:
