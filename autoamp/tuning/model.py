@@ -63,7 +63,6 @@ class Survey:
     Attributes:
         device_type: The device that the program computes on.
         dtype: The half dtype, ``"float16"`` or ``"bfloat16"``.
-        torch: The version of torch.
         steps: How many steps optimizers made meanwhile, at least 1. Times a step are totals divided by this.
         uses: The uses.
         untimed: How many of these there was no time left for.
@@ -71,7 +70,6 @@ class Survey:
 
     device_type: str
     dtype: str
-    torch: str = ""
     steps: int = 1
     uses: tuple[Use, ...] = ()
     untimed: int = 0

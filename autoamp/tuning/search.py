@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from autoamp.tuning.model import NOISE, Proposal, Survey, Unit
 
 
@@ -155,13 +157,6 @@ class Search(ProgramSearch):
     def _why_not(self, candidate: tuple[Proposal, ...], trial: Trial | None = None) -> str | None:
         """Run a candidate, and take it if it is good and not slower than the best; else return why it is not taken."""
         trial = trial or self._trial(candidate, self.seeds)
-        why = self._differs(trial) or self._slower(trial)
-        if why is None:
-            self.chosen, self.best = candidate, trial
-        return why
-
-    def _differs(self, trial: Trial) -> str | None:
-        """Return why the metric of a trial is not within tolerance of that in fp32, None if it is."""
         if trial.failed is not None:
             return f"the program failed: {trial.failed}"
         assert self.fp32 is not None
@@ -169,22 +164,19 @@ class Search(ProgramSearch):
         spread = statistics.stdev(self.fp32.metrics) if len(self.fp32.metrics) > 1 else 0.0
         allowed = max(self.tolerance * abs(fp32), spread)
         worse = fp32 - trial.metric if self.higher_is_better else trial.metric - fp32
-        if math.isfinite(trial.metric) and worse <= allowed:
-            return None
-        return f"the metric is {trial.metric:.6g}, in fp32 {fp32:.6g}, and {allowed:.3g} is allowed"
-
-    def _slower(self, trial: Trial) -> str | None:
-        """Return that a trial is slower than the best so far, None if it is not."""
+        if not math.isfinite(trial.metric) or worse > allowed:
+            return f"the metric is {trial.metric:.6g}, in fp32 {fp32:.6g}, and {allowed:.3g} is allowed"
         best = None if self.best is None else self.best.seconds
-        if best is None or trial.seconds is None or trial.seconds <= best * (1 + NOISE):
-            return None
-        return f"a step takes {1e3 * trial.seconds:.3g} ms, without it {1e3 * best:.3g} ms"
+        if best is not None and trial.seconds is not None and trial.seconds > best * (1 + NOISE):
+            return f"a step takes {1e3 * trial.seconds:.3g} ms, without it {1e3 * best:.3g} ms"
+        self.chosen, self.best = candidate, trial
+        return None
 
     def summary(self, survey: Survey, metric: str) -> list[str]:
         """Return the result in lines: figures, whether half precision pays, and the changes that were not taken."""
         lines = [
-            f"{survey.dtype} on {survey.device_type}, torch {survey.torch}, seeds {', '.join(map(str, self.seeds))}; "
-            f"surveyed over {survey.steps} steps"
+            f"{survey.dtype} on {survey.device_type}, torch {torch.__version__}, "
+            f"seeds {', '.join(map(str, self.seeds))}; surveyed over {survey.steps} steps"
         ]
         lines += [*self.figures(metric), self._verdict()]
         if self.chosen and self.best is None:

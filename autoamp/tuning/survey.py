@@ -168,7 +168,7 @@ class Surveyor(RangeProfile):
                 uses[-1].calls = row.calls
                 self._add_ranges(uses[-1], [row])
         device_type, steps = self._handle.settings.device_type, max(1, self.steps)
-        return Survey(device_type, self._dtype, str(torch.__version__), steps, tuple(uses), untimed)
+        return Survey(device_type, self._dtype, steps, tuple(uses), untimed)
 
     @property
     def _dtype(self) -> str:

@@ -17,7 +17,7 @@ def use(target: str, policy: str, fp32: float, half: float, *, casts: float = 0.
 
 
 def survey(*uses: Use, steps: int = 1) -> Survey:
-    return Survey("cpu", "float16", "2.13.0", steps, tuple(uses))
+    return Survey("cpu", "float16", steps, tuple(uses))
 
 
 class Program:
