@@ -223,7 +223,8 @@ class ProgramRuns:
         metric = tuning.metric_of(self._chosen.metric, self._folder / f"{self.made}.metrics", output)
         if metric is None:
             metric = found.get("variable")
-        outcome, name = tuning.Outcome(metric, found.get("seconds"), failed), self._chosen.metric
+        outcome = tuning.Outcome((math.nan if metric is None else metric,), found.get("seconds"), failed)
+        name = self._chosen.metric
         if candidate is not None:
             return outcome
         if failed is not None:

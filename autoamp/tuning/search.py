@@ -27,32 +27,17 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one run of the program went.
+    """How a run of the program went; or its runs with one list, one for each seed, up to the first that failed.
 
     Attributes:
-        metric: Its metric, None if it reported none; in fp32 always finite.
+        metrics: The metric of each run; nan if it reported none, which in fp32 no run does.
         seconds: The median of a step; of the whole program if it has no optimizer; None if steps were too few.
-        failed: Why it failed; None if it ended well.
+        failed: Why a run failed, None if none did.
     """
 
-    metric: float | None = None
+    metrics: tuple[float, ...]
     seconds: float | None = None
     failed: str | None = None
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The runs of one list, one for each seed, up to the first that failed.
-
-    Attributes:
-        failed: Why a run failed, None if none did.
-        metrics: The metric of each run; nan if it reported none.
-        seconds: The median time, None if a run has none.
-    """
-
-    failed: str | None
-    metrics: tuple[float, ...]
-    seconds: float | None
 
     @property
     def metric(self) -> float:
@@ -76,9 +61,9 @@ class ProgramSearch:
     run: Callable[[tuple[Proposal, ...] | None, int], Outcome]
     seeds: Sequence[int]
     tolerance: float = 0.02
-    fp32: Trial | None = field(default=None, init=False)
-    listed: Trial | None = field(default=None, init=False)
-    best: Trial | None = field(default=None, init=False)
+    fp32: Outcome | None = field(default=None, init=False)
+    listed: Outcome | None = field(default=None, init=False)
+    best: Outcome | None = field(default=None, init=False)
     chosen: tuple[Proposal, ...] = field(default=(), init=False)
     stopped: Stopped | None = field(default=None, init=False)
 
@@ -103,17 +88,16 @@ class ProgramSearch:
     def _search(self) -> None:
         raise NotImplementedError
 
-    def _trial(self, candidate: tuple[Proposal, ...] | None, seeds: Sequence[int]) -> Trial:
+    def _trial(self, candidate: tuple[Proposal, ...] | None, seeds: Sequence[int]) -> Outcome:
         outcomes: list[Outcome] = []
         for seed in seeds:
             outcomes.append(self.run(candidate, seed))
             # A list that fails or diverges with one seed needs no other.
-            if outcomes[-1].failed is not None or not math.isfinite(outcomes[-1].metric or 0.0):
+            if outcomes[-1].failed is not None or not math.isfinite(outcomes[-1].metric):
                 break
-        metrics = tuple(math.nan if outcome.metric is None else outcome.metric for outcome in outcomes)
         seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
         median = statistics.median(seconds) if len(seconds) == len(outcomes) else None
-        return Trial(outcomes[-1].failed, metrics, median)
+        return Outcome(tuple(outcome.metric for outcome in outcomes), median, outcomes[-1].failed)
 
 
 @dataclass(kw_only=True)
@@ -154,7 +138,7 @@ class Search(ProgramSearch):
             if why is not None:
                 self.rejected.append((proposal, why))
 
-    def _why_not(self, candidate: tuple[Proposal, ...], trial: Trial | None = None) -> str | None:
+    def _why_not(self, candidate: tuple[Proposal, ...], trial: Outcome | None = None) -> str | None:
         """Run a candidate, and take it if it is good and not slower than the best; else return why it is not taken."""
         trial = trial or self._trial(candidate, self.seeds)
         if trial.failed is not None:
@@ -234,7 +218,7 @@ class Bisection(ProgramSearch):
         """Whether the metric with the lists as they are is known to differ from that in fp32."""
         return self.listed is not None and not self._is_restored(self.listed)
 
-    def _is_restored(self, trial: Trial) -> bool:
+    def _is_restored(self, trial: Outcome) -> bool:
         """Whether a run did not fail and has the metric of fp32."""
         assert self.fp32 is not None
         return trial.failed is None and abs(trial.metric - self.fp32.metrics[0]) <= self.allowed

@@ -27,8 +27,6 @@ from autoamp.tuning.model import VARIANTS, Survey, Use
 
 # So much of arguments is kept for timing.
 _MOST_BYTES = 2**30
-_REFUSED = (RuntimeError, NotImplementedError, TypeError, ValueError)
-_Key = tuple[str, CallSite, tuple[torch.Size, ...]]
 
 
 class SurveyEnded(BaseException):
@@ -68,7 +66,7 @@ class Surveyor(RangeProfile):
         self._handle = handle
         self._most_steps = steps
         self._end = time.monotonic() + seconds
-        self._samples: dict[_Key, _Sample] = {}
+        self._samples: dict[tuple[str, CallSite, tuple[torch.Size, ...]], _Sample] = {}
         # The innermost modules at which calls are made.
         self._modules: dict[CallSite, Module] = {}
         # By op and place the exponents of arguments, and the operators that it calls; those that no listed op calls
@@ -192,7 +190,9 @@ class Surveyor(RangeProfile):
         variants = ((torch.float32, None), (half, None), (torch.float32, half))
         found = {}
         for name, (dtype, within) in zip(VARIANTS, variants, strict=True):
-            with contextlib.suppress(*_REFUSED), self._handle.disable_casts(), torch.enable_grad():
+            # Some ops have no kernel for half arguments.
+            refused = contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError)
+            with refused, self._handle.disable_casts(), torch.enable_grad():
                 found[name] = time_of(_repeatable(sample.function, sample.arguments, dtype, within))
         return found
 

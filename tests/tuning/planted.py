@@ -42,7 +42,7 @@ class Program:
         self.runs.append((None if entries is None else tuple(entries.items()), seed))
         pairs = set((entries or {}).items())
         if pairs & self.fails:
-            return Outcome(failed="exit code 1: RuntimeError: expected Float")
+            return Outcome((math.nan,), failed="exit code 1: RuntimeError: expected Float")
         seconds, loss = 0.0, 0.5 + 0.001 * seed
         for one in self.found.uses:
             policy = "fp32" if entries is None else entries.get(one.target, one.policy)
@@ -51,4 +51,4 @@ class Program:
             half = policy in ("fp16", "unlisted")
             loss = math.nan if half and one.overflow else loss
             seconds += one.total("half_cast" if half else "fp32") or 0.0
-        return Outcome(loss + (1.0 if pairs & self.harms else 0.0), seconds)
+        return Outcome((loss + (1.0 if pairs & self.harms else 0.0),), seconds)

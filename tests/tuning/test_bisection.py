@@ -34,7 +34,7 @@ class Program:
         wrong = set() if candidate is None else self.culprits - {one.name for one in candidate}
         if wrong and self.outcome is not None:
             return self.outcome
-        return Outcome(1.0 + self.noise * seed + 0.5 * len(wrong))
+        return Outcome((1.0 + self.noise * seed + 0.5 * len(wrong),))
 
 
 def searched(program: Program) -> tuple[Bisection, list[str]]:
@@ -46,7 +46,9 @@ def searched(program: Program) -> tuple[Bisection, list[str]]:
 @pytest.mark.parametrize(
     "places", [(0,), (31,), (59,), (0, 59), (30, 31), (58, 59), (0, 1, 2), (7, 31, 58), (57, 58, 59)], ids=str
 )
-@pytest.mark.parametrize("outcome", [None, Outcome(math.nan), Outcome(failed="exit code 1: nan")], ids=str)
+@pytest.mark.parametrize(
+    "outcome", [None, Outcome((math.nan,)), Outcome((math.nan,), failed="exit code 1: nan")], ids=str
+)
 def test_culprits_among_60_layers(places: tuple[int, ...], outcome: Outcome | None) -> None:
     program = Program(*(f"layers.{place}" for place in places), outcome=outcome)
     search, found = searched(program)
@@ -85,7 +87,7 @@ def test_culprits_that_depend_on_each_other_come_to_a_list_that_was_run() -> Non
             names = None if candidate is None else {one.name for one in candidate}
             # One of a pair in fp32 without the other restores nothing.
             good = names is None or ("layers.5" in names and len(names & {"layers.9", "layers.50"}) != 1)
-            return Outcome(1.0 if good else 2.0)
+            return Outcome((1.0 if good else 2.0,))
 
     program = Either()
     search, found = searched(program)

@@ -62,7 +62,7 @@ def test_what_is_slower_in_the_program_than_in_the_model_is_not_taken() -> None:
     def run(candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
         found = program(candidate, seed)
         slow = candidate is not None and any(one.name == "softmax" for one in candidate)
-        return Outcome(found.metric, 1.0 if slow and found.seconds is not None else found.seconds)
+        return Outcome(found.metrics, 1.0 if slow and found.seconds is not None else found.seconds)
 
     result = searched(run)
     assert result.best is not None
@@ -96,7 +96,7 @@ def test_stopped_anywhere_it_has_the_best_so_far_and_says_what_it_has_not_tried(
 
 def test_a_higher_metric_may_be_better() -> None:
     def run(candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
-        return Outcome(0.5 if candidate is None else 0.9, 1.0)
+        return Outcome((0.5 if candidate is None else 0.9,), 1.0)
 
     assert searched(run, higher_is_better=True).best is not None
     assert searched(run).best is None
