@@ -57,7 +57,7 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     first = os.environ.get("RANK", "0") == "0"
     reports, options = reports and first, replace(options, quiet=chosen.quiet or not first)
     # --fail-on needs no sampled steps.
-    run = set_up(options, count=reports or not options.quiet, record=judged or reports, sample=reports)
+    run = set_up(options, record=judged or reports, sample=reports)
     run_program = prepared(chosen, asdict(run.options))
     real = real_apex()
     if first and real is not None and options.apex and not options.shadow_apex:

@@ -263,27 +263,24 @@ class ProgramRuns:
         }  # fmt: skip
         command = [sys.executable, "-m", "autoamp.cli.searches", json.dumps(spec)]
         with open(files["out"], "wb") as out, open(files["err"], "wb") as err:
-            code = self._waited_for(command, environment, out, err)
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
+            )
+            try:
+                code = child.wait(max(0.0, self._deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise tuning.Stopped("the budget was spent") from None
+            finally:
+                # Whatever else ends the wait also ends the child and all that it started.
+                if child.poll() is None:
+                    # On Windows a process has no group.
+                    os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
+                    child.wait()
         written = pickle.loads(files["outcome"].read_bytes()) if files["outcome"].exists() else {}
         printed, errors = (files[name].read_text(encoding="utf-8", errors="replace") for name in ("out", "err"))
         last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "no word on stderr")
         # tqdm writes to stderr.
         return written, None if code == 0 else f"exit code {code}: {last[:200]}", errors + "\n" + printed
-
-    def _waited_for(self, command: list[str], environment: dict[str, str], out: Any, err: Any) -> int:
-        """Return the exit code of a child. An exception kills the child and all that it started."""
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment, start_new_session=True
-        )
-        try:
-            return child.wait(max(0.0, self._deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise tuning.Stopped("the budget was spent") from None
-        finally:
-            if child.poll() is None:
-                # On Windows a process has no group.
-                os.killpg(child.pid, signal.SIGKILL) if hasattr(os, "killpg") else child.kill()
-                child.wait()
 
 
 def run_in_child(text: str) -> None:
@@ -300,14 +297,14 @@ def run_in_child(text: str) -> None:
     random.seed(spec.seed)
     np.random.seed(spec.seed)
     torch.manual_seed(spec.seed)
-    program_runs = prepared(spec, asdict(options))
+    run_program = prepared(spec, asdict(options))
     outcome: dict[str, Any] = {}
     process = os.getpid()
     try:
         if spec.mode == "survey":
-            outcome["survey"] = _surveyed(program_runs, run, spec)
+            outcome["survey"] = _surveyed(run_program, run, spec)
         else:
-            outcome["seconds"] = _timed(program_runs, run, in_fp32=spec.mode == "fp32")
+            outcome["seconds"] = _timed(run_program, run, in_fp32=spec.mode == "fp32")
     finally:
         # Forks of the program end here too.
         if os.getpid() == process:
@@ -316,7 +313,7 @@ def run_in_child(text: str) -> None:
             Path(spec.outcome).write_bytes(pickle.dumps(outcome))
 
 
-def _surveyed(program_runs: Callable[[], None], run: Run, spec: argparse.Namespace) -> tuning.Survey:
+def _surveyed(run_program: Callable[[], None], run: Run, spec: argparse.Namespace) -> tuning.Survey:
     """Run the program up to the end of the survey, and return that."""
     surveyors: list[tuning.Surveyor] = []
     with contextlib.ExitStack() as stack:
@@ -325,22 +322,22 @@ def _surveyed(program_runs: Callable[[], None], run: Run, spec: argparse.Namespa
             surveyors.append(tuning.Surveyor(handle, steps=spec.survey_steps, seconds=spec.seconds))
             stack.enter_context(surveyors[-1])
 
-        stack.callback(run.follow(begin))
+        run.follow(begin)
         with contextlib.suppress(tuning.SurveyEnded, SystemExit):
-            program_runs()
+            run_program()
     return max(surveyors, key=lambda one: one.seen).survey(spec.timing)
 
 
-def _timed(program_runs: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:
+def _timed(run_program: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:
     """Run the program, and return the seconds of a step, or of all if it has no optimizer; None for too few steps."""
     times: list[float] = []
     with contextlib.ExitStack() as stack:
         if in_fp32:
-            stack.callback(run.follow(lambda handle: stack.enter_context(handle.disable_casts())))
+            run.follow(lambda handle: stack.enter_context(handle.disable_casts()))
         stack.enter_context(listen(optimizer_returned=lambda *_: times.append(time.perf_counter())))
         start = time.perf_counter()
         try:
-            program_runs()
+            run_program()
         except SystemExit as ended:
             # Programs end so after success too.
             if ended.code not in (None, 0):

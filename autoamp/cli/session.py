@@ -82,13 +82,13 @@ def half_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, DTYPES[name])
 
 
-def set_up(options: Options, *, count: bool = False, record: bool = False, sample: bool = True) -> Run:
+def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Run:
     """Set this process, or a child of it, up for the program, before the program's first import.
 
     Args:
-        options: The options of the command line.
-        count: Whether calls and casts are counted, which costs some microseconds a call.
-        record: Whether the run is recorded for a report, and counted.
+        options: The options of the command line. Calls and casts are counted, which costs some microseconds a call,
+            unless they say that nobody reads that.
+        record: Whether the run is recorded for a report, and counted for it.
         sample: Whether some steps are looked at closely for it.
 
     Raises:
@@ -139,7 +139,7 @@ def set_up(options: Options, *, count: bool = False, record: bool = False, sampl
         importlib.import_module("autoamp.compat.fastai1").enable()
     # After the import of torch is early enough: it frees little memory.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
-    return Run(options, handle, count=count, record=record, sample=sample, memory=memory)
+    return Run(options, handle, record=record, sample=sample, memory=memory)
 
 
 def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
@@ -167,9 +167,7 @@ class Run:
         handle: The handle from `set_up`; a disabled one if the opt level patches nothing.
     """
 
-    def __init__(
-        self, options: Options, handle: BaseHandle, *, count: bool, record: bool, sample: bool, memory: str | None
-    ) -> None:
+    def __init__(self, options: Options, handle: BaseHandle, *, record: bool, sample: bool, memory: str | None) -> None:
         self.options = options
         self.handle = handle
         self._memory = memory
@@ -183,22 +181,22 @@ class Run:
         self._parameters: dict[str, int] | None = None
         self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
-        if count or record:
+        if record or not options.quiet:
             # Not the handle's own: half models are also trained where there is none.
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
-            self._listening.callback(self.follow(self._count))
+            self.follow(self._count)
         if options.capsule is not None:
-            self._listening.callback(self.follow(self._check_capsule))
+            self.follow(self._check_capsule)
         if record:
-            self._listening.callback(self.follow(lambda made: made.record(sample=sample)))
+            self.follow(lambda made: made.record(sample=sample))
 
-    def follow(self, act: Callable[[BaseHandle], object]) -> Callable[[], None]:
-        """Call a function with the handle, and with each later one. Returns a function that stops this."""
+    def follow(self, act: Callable[[BaseHandle], object]) -> None:
+        """Call a function with the handle, and until the report with each later one."""
         if isinstance(self.handle, Handle):
             act(self.handle)
         runtime.activated.append(act)
-        return lambda: runtime.activated.remove(act)
+        self._listening.callback(runtime.activated.remove, act)
 
     @property
     def _now(self) -> BaseHandle:

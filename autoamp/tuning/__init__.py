@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp.tuning.metrics import METRICS_VARIABLE, metric_of, number_in, printed_names, report_metric
-from autoamp.tuning.model import Proposal, Survey, Use, list_text, proposals_of, units_of
+from autoamp.tuning.model import Proposal, Survey, list_text, proposals_of, units_of
 from autoamp.tuning.search import Bisection, Outcome, Search, Stopped
 from autoamp.tuning.survey import SurveyEnded, Surveyor, time_of
 
@@ -17,7 +17,6 @@ __all__ = [
     "Survey",
     "SurveyEnded",
     "Surveyor",
-    "Use",
     "list_text",
     "metric_of",
     "number_in",

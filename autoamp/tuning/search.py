@@ -162,8 +162,17 @@ class Search(ProgramSearch):
             f"{survey.dtype} on {survey.device_type}, torch {torch.__version__}, "
             f"seeds {', '.join(map(str, self.seeds))}; surveyed over {survey.steps} steps"
         ]
-        lines += [*self.figures(metric), self._verdict()]
-        if self.chosen and self.best is None:
+        lines += self.figures(metric)
+        fp32, best = self.fp32, self.best
+        if fp32 is not None and self.listed is not None and best is None:
+            lines.append("no list that was tried keeps the metric within tolerance")
+        elif fp32 is None or best is None or fp32.seconds is None or best.seconds is None:
+            lines.append("whether half precision pays on this device is unknown: there were too few runs or steps")
+        else:
+            ratio = best.seconds / fp32.seconds
+            pays = "pays" if ratio <= 1 - NOISE else "does not pay"
+            lines.append(f"half precision {pays} on this device: a step takes {ratio:.2f} times as long as in fp32")
+        if self.chosen and best is None:
             lines.append("these entries come from the survey: no run has confirmed them")
         if survey.untimed:
             lines.append(f"there was no time to measure {survey.untimed} uses of ops; their rules are unchanged")
@@ -176,17 +185,6 @@ class Search(ProgramSearch):
             if one not in self.chosen
         ]
         return lines
-
-    def _verdict(self) -> str:
-        """Whether half precision pays on this device, as far as runs tell."""
-        fp32, best = self.fp32, self.best
-        if fp32 is not None and self.listed is not None and best is None:
-            return "no list that was tried keeps the metric within tolerance"
-        if fp32 is None or best is None or fp32.seconds is None or best.seconds is None:
-            return "whether half precision pays on this device is unknown: there were too few runs or steps"
-        ratio = best.seconds / fp32.seconds
-        pays = "pays" if ratio <= 1 - NOISE else "does not pay"
-        return f"half precision {pays} on this device: a step takes {ratio:.2f} times as long as in fp32"
 
 
 @dataclass(kw_only=True)

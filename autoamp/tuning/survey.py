@@ -64,6 +64,7 @@ class Surveyor(RangeProfile):
     def __init__(self, handle: BaseHandle, *, steps: int, seconds: float) -> None:
         super().__init__(runtime_of(handle).observation, lambda: handle.loss_scale)
         self._handle = handle
+        self._dtype = dtype_name(handle.settings.dtype)
         self._most_steps = steps
         self._end = time.monotonic() + seconds
         self._samples: dict[tuple[str, CallSite, tuple[torch.Size, ...]], _Sample] = {}
@@ -167,10 +168,6 @@ class Surveyor(RangeProfile):
                 self._add_ranges(uses[-1], [row])
         device_type, steps = self._handle.settings.device_type, max(1, self.steps)
         return Survey(device_type, self._dtype, steps, tuple(uses), untimed)
-
-    @property
-    def _dtype(self) -> str:
-        return dtype_name(self._handle.settings.dtype)
 
     def _add_ranges(self, use: Use, rows: Collection[OpRange], arguments: Exponents | None = None) -> None:
         """Tell what half precision does to the results of a use, and to its arguments."""

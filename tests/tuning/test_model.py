@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoamp.tuning import Use, proposals_of
+from autoamp.tuning import proposals_of
+from autoamp.tuning.model import Use
 from tests.tuning.planted import survey, use
 
 MUL = ("__mul__", "__rmul__", "mul", "multiply")
