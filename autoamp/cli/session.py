@@ -260,6 +260,7 @@ class Run:
         self._half_losses.reset()
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
+        now.models.buffer_losses.clear()
         done = now.optimizers.step_stats
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
@@ -309,7 +310,7 @@ class Run:
             lists=[file for file in now.settings.table.sources if file not in absent] if casts_some else [],
             folder=self._folder,
             # What was lost in half precision without an inf, a row for each kind.
-            half_losses=list(self._half_losses.rows.values()),
+            half_losses=[*self._half_losses.rows.values(), *now.models.buffer_losses],
             lost_params=len(self._half_losses.lost),
             half_params=len(self._half_losses.seen),
             # A sentence for each overflow that was logged once, and came in more steps.

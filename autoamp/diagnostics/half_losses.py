@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from autoamp.diagnostics import half_samples
@@ -26,7 +25,7 @@ from autoamp.diagnostics.tables import first_of
 from autoamp.errors import warn_user
 from autoamp.program import listen
 from autoamp.scaling import is_sharded
-from autoamp.stepping import living_optimizers_and_modules, named_params, stepped_params
+from autoamp.stepping import named_params, stepped_params
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.torch_private import has_step_pre_hooks, undisturbed
 
@@ -46,7 +45,6 @@ _REMEDIES = {
     "or Kahan summation (optimi, kahan_sum=True)",
     "optimizer state": f"{_MASTERS}, whose state stays fp32, or copy the fp32 tensors into optimizer.state afterwards",
     "gradient sums": 'Use opt_level="O2", which sums the gradients of a step in fp32',
-    "buffer counts": "Make the buffer an integer tensor: no opt level casts those",
 }
 
 
@@ -106,7 +104,6 @@ class _Steps:
         earlier: The sample before it, and the number of its step.
         sums: Those of the coming step, if that is to be sampled.
         saved: The parameter, the name and a few elements of each state that was loaded, until it is compared.
-        buffers: The step and the largest value of half buffers at the samples, by their names.
         rates: The highest and the last learning rate of each group, as far as they were sampled.
     """
 
@@ -117,9 +114,6 @@ class _Steps:
     earlier: tuple[int, Sequence[half_samples.Elements]] | None = None
     sums: Sequence[_GradientSum] = ()
     saved: Sequence[tuple[Tensor, str, Tensor]] = ()
-    buffers: weakref.WeakKeyDictionary[Module, dict[str, list[tuple[int, float]]]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
     rates: dict[int, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -129,9 +123,9 @@ class HalfLosses:
     Attributes:
         active: Whether it looks.
         rows: What was found as plain values, the last of each kind, optimizer and group. ``kind`` is ``"updates"``,
-            ``"optimizer state"``, ``"gradient sums"`` or ``"buffer counts"``. ``step`` is the number of the optimizer's
-            step, from 1, and ``optimizer`` its class. ``group`` is the index of the group, of updates alone.
-            ``sentence`` says what was lost, and ``remedy`` what to do.
+            ``"optimizer state"`` or ``"gradient sums"``. ``step`` is the number of the optimizer's step, from 1, and
+            ``optimizer`` its class. ``group`` is the index of the group, of updates alone. ``sentence`` says what was
+            lost, and ``remedy`` what to do.
         lost: The ids of the half parameters that lost updates.
         seen: The ids of all half parameters that were looked at.
     """
@@ -296,9 +290,6 @@ def _losses_before(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
                 f"{lost:.1%} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
                 f"backward passes added it up in {dtype_name(one.param.dtype)}, before step {steps.count}",
             )  # fmt: skip
-    for name, dtype, value in _stopped_buffers(steps):
-        sentence = f"the {dtype_name(dtype)} buffer {name} stopped counting at {value:g}"
-        yield _row("buffer counts", optimizer, steps, sentence)
 
 
 def _state_losses(optimizer: Any, steps: _Steps) -> Iterator[dict[str, Any]]:
@@ -360,28 +351,3 @@ def _fp32_state(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Ten
         for name, value in state_dict["state"].get(key, {}).items()
         if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
     ]
-
-
-def _stopped_buffers(steps: _Steps) -> Iterator[tuple[str, torch.dtype, float]]:
-    """Yield the name, dtype and largest value of each half buffer that counted and is too large to count on.
-
-    Its largest value grew by the same whole number in each step, now grows by less, and adding that number to it rounds
-    away.
-    """
-    for module in living_optimizers_and_modules()[1]:
-        # A module that is half built has no buffers.
-        with contextlib.suppress(AttributeError):
-            for name, buffer in module.named_buffers(recurse=False):
-                if not half_samples.is_half(buffer) or buffer.is_meta:
-                    continue
-                known = steps.buffers.setdefault(module, {}).setdefault(name, [])
-                known.append((steps.count, float(half_samples.few(buffer).max())))
-                if len(known) > 2 and _has_stopped(known[-3:], buffer.dtype):
-                    yield f"{type(module).__name__}.{name}", buffer.dtype, known[-1][1]
-
-
-def _has_stopped(values: Sequence[tuple[int, float]], dtype: torch.dtype) -> bool:
-    before, now = ((value - last) / (step - at) for (at, last), (step, value) in itertools.pairwise(values))
-    last = values[-1][1]
-    counts = before >= 1.0 and before.is_integer() and 0.0 <= now < before
-    return counts and float(torch.tensor(last + before, dtype=dtype)) == last

@@ -227,7 +227,7 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
             runtime.models.forward_dtypes.replace(part, ForwardDtypes(*inside))
         kind = torch.float32 if model in kept else kind
         has_doubles = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
-        buffers = BufferWrites() if level.casts_models else None
+        buffers = BufferWrites(runtime.models.buffer_losses) if level.casts_models else None
         dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, not has_doubles, buffers)
     if dtypes != ForwardDtypes():
         runtime.models.forward_dtypes.replace(model, dtypes)

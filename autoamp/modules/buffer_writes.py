@@ -21,9 +21,13 @@ class BufferWrites:
     compared with its values of before at the next one: what is overwritten, as a mask is, changes as a whole or not at
     all. torch's own modules are left out: norms have a warning of their own, and nothing adds up in other buffers of
     torch.
+
+    Args:
+        losses: Gets a row of plain values for each warning, as `autoamp.diagnostics.HalfLosses` has them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, losses: list[dict[str, Any]]) -> None:
+        self._losses = losses
         self._calls = 0
         # By the path of the module and the name of the buffer.
         self._written: set[tuple[str, str]] = set()
@@ -62,16 +66,20 @@ class BufferWrites:
         self._told.update(new)
         most = round(2 / torch.finfo(dtype).eps)
         parts = {path: "fp32" for path, _ in new}
-        remedies = ["register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"]
+        remedies = ["Register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"]
         if not parts.pop("", None):
             remedies.clear()
         if parts:
-            remedies.append(f'keep the module in fp32 by initialize(..., lists={{"modules": {parts}}})')
+            remedies.append(f'Keep the module in fp32 by initialize(..., lists={{"modules": {parts}}})')
         names = [f"{path}.{name}".removeprefix(".") for path, name in new]
-        warn_user(
+        sentence = (
             f"{type(model).__name__} writes buffers in {dtype_name(dtype)}, where {most} + 1 is {most}: a sum or count "
-            f"in {', '.join(names)} stops growing; {'; '.join(remedies)}"
+            f"in {', '.join(names)} stops growing"
         )
+        remedy = ". ".join(remedies)
+        nothing = dict.fromkeys(("step", "optimizer", "group"))
+        self._losses.append({"kind": "buffer counts", **nothing, "sentence": sentence, "remedy": remedy})
+        warn_user(f"{sentence}. {remedy}")
 
 
 @torch.no_grad()

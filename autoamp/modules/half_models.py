@@ -79,12 +79,14 @@ class CastModels(Subscriber):
             are made. Cleared when the optimizers have their masters.
         forward_dtypes: In which dtypes models take inputs and give outputs, at each call and at those of copies.
         halves: The models that are in half precision.
+        buffer_losses: A row for each warning of `BufferWrites`.
     """
 
     def __init__(self) -> None:
         self.originals: dict[int, Tensor] = {}
         self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags()
         self.halves: weakref.WeakSet[Module] = weakref.WeakSet()
+        self.buffer_losses: list[dict[str, Any]] = []
         self._wide_buffers: Any = WeakIdKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 

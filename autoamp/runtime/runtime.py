@@ -117,7 +117,9 @@ class Runtime:
     def new_recording(self, *, sample: bool) -> ReportRecording:
         """Return a recording that has not begun; see `Handle.record`."""
         half_losses = self.half_losses or HalfLosses()
-        return ReportRecording(self.optimizers, self.overflows, self.followers, half_losses, sample=sample)
+        return ReportRecording(
+            self.optimizers, self.overflows, self.followers, half_losses, self.models.buffer_losses, sample=sample
+        )
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""

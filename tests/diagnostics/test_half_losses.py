@@ -1,4 +1,4 @@
-"""Losses that no inf shows: swallowed updates, rounded optimizer state, gradients summed in half, buffers that stop."""
+"""Losses that no inf shows: swallowed updates, rounded optimizer state, gradients summed in half."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ class Norm(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8, dtype=dtype))
         self.weight = nn.Parameter(torch.eye(8, dtype=dtype) + 0.5)
-        self.register_buffer("steps", torch.tensor(2000.0 if dtype is torch.float16 else 240.0, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.scale.to(x.dtype)) @ self.weight.to(x.dtype)
@@ -421,56 +420,6 @@ def test_state_that_loses_nothing_is_not_told(kind: Any, half: torch.dtype, reco
     assert record() == []
 
 
-# -- buffers --
-
-
-class Counts(Norm):
-    """Counts its calls in a half buffer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        return super().forward(x)
-
-
-class Set(Norm):
-    """Keeps in its buffer what a function returns for the number of the call."""
-
-    def __init__(self, dtype: torch.dtype, value: Callable[[int], float]) -> None:
-        super().__init__(dtype)
-        self.value, self.calls = value, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.steps.fill_(self.value(self.calls))
-        return super().forward(x)
-
-
-def test_a_buffer_that_stops_counting_is_told(half: torch.dtype, record: Any) -> None:
-    model = Counts(half)
-    end = 2048 if half is torch.float16 else 256
-    name = str(half).removeprefix("torch.")
-    with pytest.warns(UserWarning, match=f"the {name} buffer Counts.steps stopped counting at {end}. Make"):
-        train(model, SGD(model.parameters(), 0.25), 65)
-    assert float(model.steps) == end
-    assert [row["kind"] for row in record()] == ["buffer counts"]
-
-
-SETS: dict[str, Callable[[int], float]] = {
-    "kept": lambda call: 4096.0,
-    "ends by itself": lambda call: float(min(call, 30)),
-    # Of a size at which a whole number rounds away, and slower from step to step.
-    "average in fp16": lambda call: 4000.0 if call < 16 else 4018.0 if call < 64 else 4020.0,
-    "average in bf16": lambda call: 4000.0 if call < 16 else 4032.0 if call < 64 else 4048.0,
-}
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_other_buffers_are_not_counts(name: str, half: torch.dtype, record: Any) -> None:
-    model = Set(half, SETS[name])
-    train(model, SGD(model.parameters(), 0.25), 65)
-    assert record() == []
-
-
 # -- what it leaves --
 
 
@@ -479,7 +428,7 @@ def test_nothing_changes(name: str, half: torch.dtype) -> None:
     def trained(recorded: bool) -> list[Any]:
         handle = recording_handle(half)
         recording = handle.record() if recorded else None
-        model = Counts(half)
+        model = Norm(half)
         optimizer = OPTIMIZERS[name.removeprefix("fp32 ")](model.parameters(), small(half))
         for param in model.parameters() if name == "fp32 momentum" else ():
             optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32)

@@ -119,7 +119,12 @@ WRITES: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_what_adds_up_in_half_is_told_with_what_makes_it_exact(name: str, level: str, half: torch.dtype) -> None:
     make, names = WRITES[name]
-    (told,) = warnings_of(initialize(around(make()), level, half), 16)
+    model = initialize(around(make()), level, half)
+    handle: Any = autoamp.current_handle()
+    handle.record()
+    (told,) = warnings_of(model, 16)
+    (row,) = handle.report()["half_losses"]
+    assert (row["kind"], f"{row['sentence']}. {row['remedy']}") == ("buffer counts", told)
     most = {torch.bfloat16: 256, torch.float16: 2048}[half]
     assert (
         f"Sequential writes buffers in {str(half)[6:]}, where {most} + 1 is {most}: a sum or count in {names} " in told
@@ -153,7 +158,7 @@ def test_a_counter_of_the_model_itself_is_told_what_to_be(buffer: Tensor, half: 
 
     (told,) = warnings_of(counting(torch.zeros(1)), 8)
     assert told.endswith(
-        "; register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"
+        ". Register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"
     )
     model = counting(buffer.clone())
     assert warnings_of(model, 3000) == []

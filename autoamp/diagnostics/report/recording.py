@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from typing import Any
 
 import torch
 
@@ -98,12 +99,14 @@ class ReportRecording(Watch):
         overflows: Explains their skips.
         followers: Are called after their steps.
         half_losses: Looks for what half precision loses without an inf.
+        buffer_losses: Rows of what half buffers lose, by `autoamp.modules.BufferWrites`.
         sample: Whether some steps are sampled.
 
     Attributes:
         optimizers: As given.
         overflows: As given.
         half_losses: As given.
+        buffer_losses: As given.
         steps: The number of optimizer steps, skips included.
         scales: The loss scales, each with the first step that had it.
         skips: The step, the scale and the `Overflow` of each skip; None for a skip that was not explained.
@@ -117,6 +120,7 @@ class ReportRecording(Watch):
         overflows: OverflowTrace,
         followers: Followers,
         half_losses: HalfLosses,
+        buffer_losses: list[dict[str, Any]],
         *,
         sample: bool = True,
     ) -> None:
@@ -126,11 +130,17 @@ class ReportRecording(Watch):
         self.skips: list[tuple[int, float, Overflow | None]] = []
         self.samples = Samples(overflows.observation)
         self.check = StepCheck(overflows)
-        self.optimizers, self.overflows, self.half_losses = optimizers, overflows, half_losses
+        self.optimizers, self.overflows = optimizers, overflows
+        self.half_losses, self.buffer_losses = half_losses, buffer_losses
         self._followers = followers
         self._sample = sample
         self._skipped_before = optimizers.step_stats.skipped
         self._stack = contextlib.ExitStack()
+
+    @property
+    def losses(self) -> list[dict[str, Any]]:
+        """What half precision lost without an inf, a row for each."""
+        return [*self.half_losses.rows.values(), *self.buffer_losses]
 
     def start(self) -> ReportRecording:
         """Begin with the coming step."""
