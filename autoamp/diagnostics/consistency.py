@@ -306,7 +306,7 @@ class ConsistencyCheck:
             backend: That of torch.compile; None to leave compiled code out.
         """
         observation = self.overflows.observation
-        with observation.observe(self._listener), self.overflows.apart() as state, observation.only(self._listener):
+        with observation.observe(self._listener), self.overflows.apart() as state:
             state.keep(self.model)
             self._restore = [state.restore]
             training = self._ran(self._call)
@@ -373,6 +373,7 @@ class ConsistencyCheck:
             if not taped:
                 return _Pass(_outputs_of(run()))
             self._listener.steps = []
+            stack.enter_context(self.overflows.observation.only(self._listener))
             tape = stack.enter_context(record(self._listener.where, look=self._listener.look, limit=math.inf))
             stack.callback(tape.undo)
             return _Pass(_outputs_of(run()), self._listener.steps, tape)

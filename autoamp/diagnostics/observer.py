@@ -117,12 +117,12 @@ class _Thread(threading.local):
     Attributes:
         modules: The modules whose calls are running, outermost first.
         call: The innermost running call of a patched function.
-        paused: Whether calls are not reported, as those that an observer makes.
+        only: The observers that calls are reported to: none for those that an observer makes. None means all.
     """
 
     modules: tuple[Module, ...] = ()
     call: Call | None = None
-    paused = False
+    only: tuple[Observer, ...] | None = None
 
 
 class Observation(Subscriber):
@@ -190,29 +190,18 @@ class Observation(Subscriber):
         return CallSite(*self._paths.find(modules), *line)
 
     @contextlib.contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Within a ``with`` statement, report no call of this thread to observers."""
-        thread = self.here
-        before, thread.paused = thread.paused, True
+    def only(self, *observers: Observer) -> Iterator[None]:
+        """Within a ``with`` statement, report calls of this thread to these observers alone; without any, to none."""
+        before, self.here.only = self.here.only, observers
         try:
             yield
         finally:
-            thread.paused = before
-
-    @contextlib.contextmanager
-    def only(self, observer: Observer) -> Iterator[None]:
-        """Within a ``with`` statement, report calls to one of the observers alone."""
-        thread, others = self.here, self.observers
-        paused, thread.paused, self.observers = thread.paused, False, (observer,)
-        try:
-            yield
-        finally:
-            thread.paused, self.observers = paused, others
+            self.here.only = before
 
     @contextlib.contextmanager
     def quietly(self) -> Iterator[None]:
         """Within a ``with`` statement, cast nothing in this thread, and report no call of it."""
-        with self.casts.switched(False), self.unobserved():
+        with self.casts.switched(False), self.only():
             yield
 
     def watched(self, replacement: Any, op: Target) -> Any:
@@ -227,9 +216,9 @@ class Observation(Subscriber):
         compiling, thread = torch.compiler.is_compiling, self.here
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if compiling() or thread.paused or not self.observers:
+            if compiling() or not (observers := self.observers if thread.only is None else thread.only):
                 return replacement(*args, **kwargs)
-            observers, outer = self.observers, thread.call
+            outer = thread.call
             casting = self.casts.wants(args, kwargs)
             call = Call(op, args, kwargs, casting, outer, thread.modules, sys._getframe(1), self)
             with self.quietly():
@@ -288,27 +277,21 @@ class OperatorObserver(Observer):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._enter(stack)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._stack.close()
-
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        """Enter the contexts of the ``with`` statement: `saw` is called after each operator of the program."""
-        here, saw = self._observation.here, self.saw
+        here, observer = self._observation.here, self
 
         class Mode(OperatorMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
-                if not here.paused:
-                    saw(func, args, kwargs or {}, result)
+                if here.only is None or observer in here.only:
+                    observer.saw(func, args, kwargs or {}, result)
                 return result
 
-        stack.enter_context(self._observation.observe(self))
-        stack.enter_context(Mode())
+        self._stack.enter_context(self._observation.observe(self))
+        self._stack.enter_context(Mode())
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._stack.close()
 
     def saw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> object:
         """An operator of the program returned. A subclass overrides this.

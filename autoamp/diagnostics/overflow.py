@@ -392,7 +392,7 @@ class OverflowTrace(Subscriber):
         self._casts.cache.clear()
         keeps = listen(module_called=(lambda module, inputs: state.keep(module)) if hooked else None)
         try:
-            with self.observation.unobserved(), torch.enable_grad():
+            with self.observation.only(), torch.enable_grad():
                 yield state
         finally:
             keeps.close()

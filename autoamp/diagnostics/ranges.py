@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -104,9 +104,10 @@ class ValueProfile(OperatorObserver):
         self._roots: weakref.WeakSet[Module] = weakref.WeakSet()
         self._stepping = False
 
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(listen(optimizer_called=self._before_step, optimizer_returned=self._after_step))
-        super()._enter(stack)
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._stack.enter_context(listen(optimizer_called=self._before_step, optimizer_returned=self._after_step))
+        return self
 
     def before(self, call: Call) -> None:
         """Remember the outermost module, for the names of parameters."""
@@ -191,9 +192,10 @@ class RangeProfile(ValueProfile):
         self.loss_scale = 1.0
         self._scale_of = scale_of
 
-    def _enter(self, stack: contextlib.ExitStack) -> None:
-        stack.enter_context(self._observation.casts.switched(False, forced_off=True))
-        super()._enter(stack)
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._stack.enter_context(self._observation.casts.switched(False, forced_off=True))
+        return self
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
