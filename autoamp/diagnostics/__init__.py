@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, load_capsule, versions
+from autoamp.diagnostics.casts import CastTrace, Counts, Row, sum_of
 from autoamp.diagnostics.consistency import ComparedPath, Consistency, ConsistencyCheck, Difference
-from autoamp.diagnostics.counts import Counts, sum_of
 from autoamp.diagnostics.explain import Explanation, explain
 from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.half_losses import HalfLosses
@@ -18,7 +18,6 @@ from autoamp.diagnostics.ranges import OpRange, RangeProfile
 from autoamp.diagnostics.report.document import failures, report_of
 from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
 from autoamp.diagnostics.report.recording import ReportRecording
-from autoamp.diagnostics.trace import CastTrace, Row
 from autoamp.diagnostics.verdicts import (
     Communication,
     HalfPrecisionOp,

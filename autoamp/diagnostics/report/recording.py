@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from autoamp.diagnostics.casts import CastTrace
 from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.monitors import Followers
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import ValueProfile
 from autoamp.diagnostics.step_check import StepCheck
-from autoamp.diagnostics.trace import CastTrace
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.program import listen
 from autoamp.stepping import GuardedOptimizers

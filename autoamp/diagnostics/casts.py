@@ -1,13 +1,15 @@
-"""The cast trace: the casts of each op at each line, and those that were spared.
+"""The calls of listed functions and their casts: counted by the policies, or traced by op and line.
 
-An observer reports the calls of listed functions. A `TorchDispatchMode` below torch's autocast sees the copies that
-casts make, so casts are counted where they are made. The mode also sees ops on no list.
+Counts derive the casts from the policy of a function. A trace counts casts where they are made: a `TorchDispatchMode`
+below torch's autocast sees the copies, and also ops on no list. Both are observers, and cost nothing unless asked for.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -15,16 +17,109 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.casting import CastState, dtype_with_sparse
 from autoamp.diagnostics.call_sites import CallSite
-from autoamp.diagnostics.counts import floating_tensors, target_of
-from autoamp.diagnostics.observer import Call, Observation, OperatorObserver
+from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
-from autoamp.rules import CastRule
-from autoamp.tensors import dtype_name, iter_tensors
+from autoamp.rules import CastPolicy, CastRule
+from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes
 
 _CASTS = frozenset({"aten::_to_copy", "aten::to"})
 _COPIES = _CASTS | {"aten::copy_"}
+
+
+class Counts(Observer, Watch):
+    """The calls since ``handle.count()``; also a context manager, which stops at its end.
+
+    Not counted are functions under no rule, code that torch.compile compiles, calls in a torch.autocast region of the
+    program, and calls with casts off: in ``optimizer.step()``, in a composite function that runs in fp32, in
+    `disable_casts`. The numbers stay after `stop`.
+
+    Args:
+        observation: Reports the calls to it; None for a sum of counts.
+    """
+
+    def __init__(self, observation: Observation | None = None) -> None:
+        super().__init__(None if observation is None else lambda: observation.remove(self))
+        self._casts_of_handle = None if observation is None else observation.casts
+        self._lock = threading.Lock()
+        self._ops: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._casts: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        """Calls by function and dtype, of several the widest: ``{"torch.matmul": {"float16": 3}}``."""
+        with self._lock:
+            return {name: dict(sorted(calls.items())) for name, calls in sorted(self._ops.items())}
+
+    @property
+    def casts(self) -> dict[tuple[str, str], int]:
+        """Arguments that a function got in another dtype: ``{("float32", "float16"): 5}``.
+
+        A parameter whose cast serves again counts at each use.
+        """
+        with self._lock:
+            return dict(self._casts)
+
+    def by_dtype(self) -> dict[str, int]:
+        """Return the calls of all functions together by the dtype that they ran in."""
+        return dict(sorted(sum(map(Counter, self.ops.values()), Counter()).items()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain JSON values: ``{"ops": ..., "by_dtype": ..., "casts": {"float32->float16": 5}}``."""
+        casts = {f"{before}->{after}": count for (before, after), count in sorted(self.casts.items())}
+        return {"ops": self.ops, "by_dtype": self.by_dtype(), "casts": casts}
+
+    def ended(self) -> None:
+        """End the counting: the handle was deactivated."""
+        self._stop = None
+
+    def reset(self) -> None:
+        """Set all numbers to 0, in a fork whose parent has them. Only the thread that forked is there."""
+        self._lock = threading.Lock()
+        self._ops.clear()
+        self._casts.clear()
+
+    def before(self, call: Call) -> None:
+        """Count a call by the dtypes of its floating arguments after the casts."""
+        casts, tensors = self._casts_of_handle, floating_tensors(call) if call.casting else []
+        if casts is None or not self.active or not tensors or casts.autocast_rules():
+            return
+        target = target_of(tensors, call.op.rule.policy, casts)
+        dtypes = [(t.dtype, t.dtype if target is None or not casts.eligible(t) else target) for t in tensors]
+        widest = functools.reduce(torch.promote_types, [after for _, after in dtypes])
+        changed = [(dtype_name(before), dtype_name(after)) for before, after in dtypes if before is not after]
+        with self._lock:
+            self._ops[call.op.name][dtype_name(widest)] += 1
+            self._casts.update(changed)
+
+
+def sum_of(several: Iterable[Counts]) -> Counts:
+    """Return the sum of several counts, which is not active."""
+    total = Counts()
+    for counts in several:
+        for name, calls in counts.ops.items():
+            total._ops[name].update(calls)
+        total._casts.update(counts.casts)
+    return total
+
+
+def floating_tensors(call: Call) -> list[Tensor]:
+    """Return the floating and complex tensors among a call's arguments, ``out`` apart."""
+    given = (call.args, {key: value for key, value in call.kwargs.items() if key != "out"})
+    return [tensor for tensor in iter_tensors(given) if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def target_of(tensors: list[Tensor], policy: CastPolicy, casts: CastState) -> torch.dtype | None:
+    """Return what a policy casts these arguments to, None where it leaves them."""
+    if policy is not CastPolicy.PROMOTE and any(tensor.layout not in CASTABLE_LAYOUTS for tensor in tensors):
+        return dtype_with_sparse(tensors, casts.dtype if policy is CastPolicy.FP16 else torch.float32)
+    if policy is CastPolicy.FP16:
+        return casts.dtype
+    if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:
+        return None
+    return torch.float32
 
 
 @dataclass(slots=True)
@@ -80,21 +175,6 @@ class Row:
         return {**of_site, **values, "dtypes_in": dict(self.dtypes_in), "dtypes_out": dict(self.dtypes_out)}
 
 
-@dataclass(slots=True)
-class _RunningCall:
-    """A call of a listed function while it runs.
-
-    Attributes:
-        row: Where it is counted.
-        to_cast: The ids of the arguments that the policy casts. torch's kernels may copy others for themselves.
-        casts: The number of these arguments that were cast.
-    """
-
-    row: Row
-    to_cast: frozenset[int]
-    casts: int = 0
-
-
 class CastTrace(OperatorObserver):
     """The trace of a ``with handle.trace()`` statement. Its numbers stay after it; ``print`` gives a table.
 
@@ -109,7 +189,9 @@ class CastTrace(OperatorObserver):
         super().__init__(observation)
         self._casts = observation.casts
         self._rows: dict[tuple[str, CallSite], Row] = {}
-        self._running: dict[Call, _RunningCall] = {}
+        # Of each running call the row, and which of the arguments that the policy casts were cast, by their ids.
+        # Torch's kernels may copy others for themselves.
+        self._running: dict[Call, tuple[Row, dict[int, bool]]] = {}
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -132,15 +214,15 @@ class CastTrace(OperatorObserver):
         target = target_of(tensors, call.op.rule.policy, self._casts)
         to_cast = [t for t in tensors if target is not None and self._casts.eligible(t) and t.dtype is not target]
         row = self._row(call.op.name, call.site, call.op.rule)
-        self._running[call] = _RunningCall(row, frozenset(map(id, to_cast)))
+        self._running[call] = row, dict.fromkeys(map(id, to_cast), False)
 
     def after(self, call: Call, state: None, result: Any) -> None:
         """Count a call."""
-        running = self._running.pop(call, None)
-        if running is not None:
+        if call in self._running:
+            row, was_cast = self._running.pop(call)
             outputs = [t for t in iter_tensors(result) if t.is_floating_point() or t.is_complex()]
-            running.row.add_call(floating_tensors(call), outputs)
-            running.row.spared += max(0, len(running.to_cast) - running.casts)
+            row.add_call(floating_tensors(call), outputs)
+            row.spared += list(was_cast.values()).count(False)
 
     def failed(self, call: Call, state: None, error: BaseException) -> None:
         """Forget a call that raised an exception."""
@@ -164,13 +246,13 @@ class CastTrace(OperatorObserver):
             call = call.outer
         name = func.name().partition(".")[0]
         if call is not None:
-            running = self._running[call]
+            row, was_cast = self._running[call]
             # An in-place form casts its argument, and copies its result back to it.
-            if name in _COPIES and id(args[0]) in running.to_cast:
+            if name in _COPIES and id(args[0]) in was_cast:
                 source = args[0] if name in _CASTS else args[1]
                 if source.dtype is not result.dtype and result.is_floating_point():
-                    running.casts += name in _CASTS
-                    running.row.add_cast(result.nbytes)
+                    was_cast[id(args[0])] |= name in _CASTS
+                    row.add_cast(result.nbytes)
         # In a backward pass only the calls that a checkpoint recomputes are traced.
         elif name not in _COPIES and current_graph_task() == -1:
             self._saw_unlisted(name, args, kwargs, result)
