@@ -7,14 +7,13 @@ from autoamp.diagnostics.capsule import Capsule, CapsuleWriter, load_capsule, ve
 from autoamp.diagnostics.casts import CastTrace, Counts, Row, sum_of
 from autoamp.diagnostics.consistency import ComparedPath, Consistency, ConsistencyCheck, Difference
 from autoamp.diagnostics.explain import Explanation, explain
-from autoamp.diagnostics.exponents import Exponents
 from autoamp.diagnostics.half_losses import HalfLosses
 from autoamp.diagnostics.monitors import Followers, write_scalars
 from autoamp.diagnostics.nonfinite import NonFiniteSteps
 from autoamp.diagnostics.observer import Call, Observation, Observer, Watch
 from autoamp.diagnostics.op_names import spellings
 from autoamp.diagnostics.overflow import OverflowTrace
-from autoamp.diagnostics.ranges import OpRange, RangeProfile
+from autoamp.diagnostics.ranges import Exponents, OpRange, RangeProfile
 from autoamp.diagnostics.report.document import failures, report_of
 from autoamp.diagnostics.report.page import check_report_tools, is_page, load_report, report_page, write_report
 from autoamp.diagnostics.report.recording import ReportRecording

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from autoamp.diagnostics.capsule import versions
-from autoamp.diagnostics.exponents import FORMATS
 from autoamp.diagnostics.nonfinite import NonFiniteSteps
+from autoamp.diagnostics.ranges import FORMATS
 from autoamp.diagnostics.report.recording import ReportRecording
 from autoamp.diagnostics.tables import counted
 from autoamp.errors import UsageError
