@@ -8,7 +8,6 @@ Compiled code shows no operators, so its outputs are compared, and the dtypes in
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import math
 import re
@@ -16,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,10 +166,6 @@ def _floating(value: Any) -> list[Tensor]:
     return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point() and tensor.layout is torch.strided]
 
 
-def _outputs_of(results: Any) -> list[_Step]:
-    return [_Step("output", dtype=output.dtype, digest=_digest(output)) for output in _floating(results)]
-
-
 class _Listener(Observer):
     """Knows what runs while a tape is recorded."""
 
@@ -249,13 +245,10 @@ def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> 
     return ComparedPath(name, dtype, next(others, None) if bits and dtype is None else None, failed)
 
 
-def _is_fused_attention(step: _Step) -> bool:
-    return any("attention" in kernel for kernel in step.kernels)
-
-
 def _computed_apart(before: _Step, step: _Step) -> bool:
     """Whether both calls are known to compute in different dtypes."""
-    if _is_fused_attention(step) and not _is_fused_attention(before):
+    is_fused, was_fused = (any("attention" in kernel for kernel in one.kernels) for one in (step, before))
+    if is_fused and not was_fused:
         # With dropout, so in training alone, torch computes attention op by op in fp32, also under torch.autocast.
         return False
     return None not in (before.computed, step.computed) and before.computed is not step.computed
@@ -313,24 +306,23 @@ class ConsistencyCheck:
             assert training.tape is not None
             # What a path without a tape writes is what this one wrote.
             self._restore.append(training.tape.undo)
-            paths = [self._compared(training, *path) for path in self._eager_paths()]
-            paths[-1] = self._with_packed_weights(training, paths[-1])
+            paths = [
+                self._compared(training, "no_grad", torch.no_grad()(self._call)),
+                self._compared(training, "inference_mode", torch.inference_mode()(self._call)),
+                # Without dropout, and with the running statistics of a batch norm.
+                self._compared(training, "eval", torch.no_grad()(lambda: self._call(Module.eval)), bits=False),
+                *(
+                    self._compared(training, f"checkpoint(use_reentrant={kind})", partial(self._checkpointed, kind))
+                    for kind in (False, True)
+                ),
+                self._with_packed_weights(training, self._compared(training, "handle.inference", self._inferred)),
+            ]
             with ThreadPoolExecutor(1) as thread:
-                path = "a thread, as of DataParallel", self._call, True
+                path = "a thread, as of DataParallel", self._call
                 paths.append(thread.submit(self._compared, training, *path).result())
         if backend is not None:
             paths.append(self._compiled(training, backend))
         return Consistency(tuple(paths))
-
-    def _eager_paths(self) -> Iterator[tuple[str, Callable[[], Any], bool]]:
-        """Return the paths with the names, and whether bits are compared."""
-        yield "no_grad", torch.no_grad()(self._call), True
-        yield "inference_mode", torch.inference_mode()(self._call), True
-        # Without dropout, and with the running statistics of a batch norm.
-        yield "eval", torch.no_grad()(lambda: self._call(Module.eval)), False
-        yield "checkpoint(use_reentrant=False)", lambda: self._checkpointed(reentrant=False), True
-        yield "checkpoint(use_reentrant=True)", lambda: self._checkpointed(reentrant=True), True
-        yield "handle.inference", self._inferred, True
 
     def _call(self, prepared: Callable[[Module], Any] = lambda model: model) -> Any:
         return prepared(self.model)(*self.args, **self.kwargs)
@@ -339,7 +331,7 @@ class ConsistencyCheck:
         with torch.no_grad(), self.inference(self.model):
             return self._call()
 
-    def _checkpointed(self, *, reentrant: bool) -> Any:
+    def _checkpointed(self, reentrant: bool) -> Any:
         """Call the model within a checkpoint, and run the backward pass, in which it is called again.
 
         The parameters of the call are others on the same memory: no gradient of the model's is touched, and no hook
@@ -370,19 +362,19 @@ class ConsistencyCheck:
         """Run a path, on a tape or without one, and undo what it wrote."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._put_back)
-            if not taped:
-                return _Pass(_outputs_of(run()))
-            self._listener.steps = []
-            stack.enter_context(self.overflows.observation.only(self._listener))
-            tape = stack.enter_context(record(self._listener.where, look=self._listener.look, limit=math.inf))
-            stack.callback(tape.undo)
-            return _Pass(_outputs_of(run()), self._listener.steps, tape)
+            self._listener.steps, tape = [], None
+            if taped:
+                stack.enter_context(self.overflows.observation.only(self._listener))
+                tape = stack.enter_context(record(self._listener.where, look=self._listener.look, limit=math.inf))
+                stack.callback(tape.undo)
+            outputs = [_Step("output", dtype=output.dtype, digest=_digest(output)) for output in _floating(run())]
+            return _Pass(outputs, self._listener.steps, tape)
 
     def _put_back(self) -> None:
         for restore in self._restore:
             restore()
 
-    def _compared(self, training: _Pass, name: str, run: Callable[[], Any], bits: bool) -> ComparedPath:
+    def _compared(self, training: _Pass, name: str, run: Callable[[], Any], *, bits: bool = True) -> ComparedPath:
         try:
             return _compare(training, self._ran(run), name, bits=bits)
         except Exception as error:
@@ -405,7 +397,7 @@ class ConsistencyCheck:
 
         def run(backend: Any) -> _Pass:
             with self.overflows.apart(hooked=False):
-                compiled = functools.partial(torch.compile, backend=backend)
+                compiled = partial(torch.compile, backend=backend)
                 return self._ran(lambda: self._call(compiled), taped=False)
 
         try:

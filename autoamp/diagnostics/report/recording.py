@@ -47,14 +47,14 @@ class Samples(Observer):
         self.trace = CastTrace(observation)
         self.values = ValueProfile(observation)
         self._observation = observation
-        # Of the running sample: what ends it, its thread, and the number of its calls.
-        self._running: contextlib.ExitStack | None = None
-        self._thread = 0
+        # Of the running sample: what ends it, its thread, None if there is none, and the number of its calls.
+        self._stack = contextlib.ExitStack()
+        self._thread: int | None = None
         self._calls = 0
 
     def await_step(self, step: int) -> None:
         """Begin a sample at the next call of a model, if the coming step is to be sampled."""
-        if (step in (0, 10, 100) or step % 1000 == 0) and self._running is None:
+        if (step in (0, 10, 100) or step % 1000 == 0) and self._thread is None:
             self._observation.on_model = functools.partial(self._model_called, step)
 
     def ended(self) -> None:
@@ -69,23 +69,21 @@ class Samples(Observer):
         # The program's own mode may end before the step, and the mode that began last ends first.
         if dispatch_modes():
             return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.trace)
-            stack.enter_context(self.values)
-            self._running = stack.pop_all()
+        self._stack.enter_context(self.trace)
+        self._stack.enter_context(self.values)
         self.steps.append(step)
         self._thread, self._calls = threading.get_ident(), 0
 
     def end(self) -> None:
         """End the running sample, if there is one."""
         # A mode ends in the thread in which it began, and after the modes that began later.
-        if self._running is not None and self._thread == threading.get_ident() and dispatch_modes() <= _MODES:
-            self._running.close()
-            self._running = None
+        if self._thread == threading.get_ident() and dispatch_modes() <= _MODES:
+            self._thread = None
+            self._stack.close()
 
     def before(self, call: Call) -> None:
         """End a sample that has become too long."""
-        if self._running is not None and call.outer is None:
+        if self._thread is not None and call.outer is None:
             self._calls += 1
             if self._calls >= _MOST_CALLS:
                 self.end()
