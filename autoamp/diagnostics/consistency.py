@@ -2,7 +2,7 @@
 
 Each eager path is recorded on a tape. Operators are put together to calls of patched functions, and calls of one
 function and module are compared in their order with those of the training pass: first by dtype, then by bits.
-Compiled code shows no operators, so its outputs are compared, and the dtypes in the graph that it was made of.
+Compiled code shows no operators, so the dtypes of its outputs are compared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
-from autoamp.diagnostics.call_sites import shown_line
 from autoamp.diagnostics.observer import Call, Observation, Observer
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.modules import ModulePrecisions
@@ -34,7 +32,6 @@ from autoamp.torch_private import current_graph_task, undisturbed
 
 # The last is what inference mode shows of a cast.
 _CASTS = ("aten::_to_copy", "aten::copy_", "aten::to")
-_CASTS_AGAIN = "the graph that torch.compile made has the dtypes of training, but its code computes in others"
 _PACKED = "handle.inference packs weights for oneDNN, whose kernels sum in another order"
 
 
@@ -388,45 +385,14 @@ class ConsistencyCheck:
         return found if found.bits is None else replace(found, bits=replace(found.bits, reason=_PACKED))
 
     def _compiled(self, training: _Pass, backend: Any) -> ComparedPath:
-        """Compare the dtypes of compiled code: those of its outputs, and where these differ those of its graph."""
-        graphs: list[torch.fx.GraphModule] = []
-
-        def look(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-            graphs.append(graph)
-            return graph.forward
-
-        def run(backend: Any) -> _Pass:
-            with self.overflows.apart(hooked=False):
-                compiled = partial(torch.compile, backend=backend)
-                return self._ran(lambda: self._call(compiled), taped=False)
-
+        """Compare the dtypes of the outputs of compiled code."""
         try:
-            found = _compare(training, run(backend), "torch.compile", bits=False)
-            if found.dtype is None:
-                return found
-            run(look)
+            with self.overflows.apart(hooked=False):
+                ran = self._ran(lambda: self._call(partial(torch.compile, backend=backend)), taped=False)
+            return _compare(training, ran, "torch.compile", bits=False)
         except Exception as error:
             return ComparedPath("torch.compile", failed=_told(error))
-        return replace(found, dtype=_in_graphs(training, graphs) or replace(found.dtype, reason=_CASTS_AGAIN))
 
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _in_graphs(training: _Pass, graphs: list[torch.fx.GraphModule]) -> Difference | None:
-    """Return the first call in a graph of torch.compile whose dtype the training pass does not have at its line."""
-    dtypes = defaultdict(set)
-    for step in training.steps:
-        dtypes[step.location].add(step.dtype)
-    for node in (node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")):
-        value, frames = node.meta.get("example_value"), re.findall(r'File "(.+)", line (\d+)', node.stack_trace or "")
-        if not frames or not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        location = shown_line(frames[-1][0], int(frames[-1][1]))
-        there = dtypes.get(location, {value.dtype})
-        if value.dtype not in there:
-            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            expected = dtype_name(next(iter(there)))
-            return Difference(name, None, location, expected, dtype_name(value.dtype), "torch.compile traced it so")
-    return None
