@@ -118,8 +118,7 @@ class _Step:
         phase: That of `Op`.
         dtype: That of the first floating result.
         digest: Of the bits of the first floating result.
-        computed: That of the first floating result of the last operator that is no cast.
-        kernels: The operators that are no casts.
+        kernels: The operators that are no casts, each with the dtype of its first floating result.
         casting: Whether casts were on.
         why: The rule of the function, and the precision of the module around it, as texts.
     """
@@ -130,7 +129,6 @@ class _Step:
     phase: str = "forward"
     dtype: torch.dtype | None = None
     digest: bytes = b""
-    computed: torch.dtype | None = None
     kernels: list[str] = field(default_factory=list)
     casting: bool = False
     why: Sequence[str] = ()
@@ -211,8 +209,7 @@ class _Listener(Observer):
         else:
             step = _Step(op.name, op.place.module, op.place.location, op.phase, dtype, _digest(outputs[0]))
             self.steps.append(step)
-        step.computed = dtype
-        step.kernels.append(op.name)
+        step.kernels.append(f"{op.name} in {dtype_name(dtype)}")
 
 
 def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> ComparedPath:
@@ -230,7 +227,7 @@ def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> 
             reasons.append(f"training does not have {step.name}{_where(step.module, step.location)}")
     outputs = zip(training.outputs, other.outputs, strict=False)
     pairs += [(replace(before, why=reasons[:1]), output) for before, output in outputs]
-    dtypes = (_difference(*pair) for pair in pairs if pair[0].dtype is not pair[1].dtype or _computed_apart(*pair))
+    dtypes = (_difference(*pair) for pair in pairs if pair[0].dtype is not pair[1].dtype)
     others = (_difference(*pair) for pair in pairs if pair[0].digest != pair[1].digest)
     dtype = next(dtypes, None)
     failed = None
@@ -242,27 +239,16 @@ def _compare(training: _Pass, other: _Pass, name: str, *, bits: bool = True) -> 
     return ComparedPath(name, dtype, next(others, None) if bits and dtype is None else None, failed)
 
 
-def _computed_apart(before: _Step, step: _Step) -> bool:
-    """Whether both calls are known to compute in different dtypes."""
-    is_fused, was_fused = (any("attention" in kernel for kernel in one.kernels) for one in (step, before))
-    if is_fused and not was_fused:
-        # With dropout, so in training alone, torch computes attention op by op in fp32, also under torch.autocast.
-        return False
-    return None not in (before.computed, step.computed) and before.computed is not step.computed
-
-
 def _difference(before: _Step, step: _Step) -> Difference:
-    expected, found, reasons = before.dtype, step.dtype, []
+    reasons = []
     if before.casting is not step.casting:
         here, there = ("on", "off") if step.casting else ("off", "on")
         reasons.append(f"casts are {here} here and {there} in training")
-    if expected is found and _computed_apart(before, step):
-        expected, found = before.computed, step.computed
-        reasons.append("computed in these dtypes, with a result of one dtype")
-    if expected is found and before.kernels != step.kernels:
+    if before.dtype is step.dtype and before.kernels != step.kernels:
         reasons.append(f"torch runs {', '.join(step.kernels)} here, and {', '.join(before.kernels)} in training")
     reason = "; ".join([*reasons, *before.why]) or None
-    return Difference(step.name, step.module, step.location, dtype_name(expected), dtype_name(found), reason)
+    expected, found = dtype_name(before.dtype), dtype_name(step.dtype)
+    return Difference(step.name, step.module, step.location, expected, found, reason)
 
 
 @dataclass(eq=False)
