@@ -230,12 +230,11 @@ class CastTrace(OperatorObserver):
 
     def _row(self, op: str, site: CallSite, rule: CastRule | None) -> Row:
         """Return the row of an op at a line, a new one the first time."""
-        row = self._rows.get((op, site))
-        if row is None:
+        if (op, site) not in self._rows:
             policy = "unlisted" if rule is None else rule.policy.value
             target, origin = (None, None) if rule is None else (rule.target, str(rule.origin))
-            row = self._rows[op, site] = Row(op, policy, target, origin, site)
-        return row
+            self._rows[op, site] = Row(op, policy, target, origin, site)
+        return self._rows[op, site]
 
     # -- operators --
 

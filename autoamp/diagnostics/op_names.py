@@ -58,7 +58,7 @@ def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
     is_method = owner is not None or str(getattr(function, "__qualname__", "")).startswith("Tensor")
     if not operators or not is_method:
         names: tuple[str, ...] = (op,)
-    elif frame is not None and _runs_operator(frame.f_code.co_code, frame.f_lasti):
+    elif frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "BINARY_OP":
         names = operators
     else:
         # A method by its name, or an operator by a function such as `operator.mul`.
@@ -68,10 +68,6 @@ def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
 
 def _listed(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known_ops() and name not in CASTS)
-
-
-def _runs_operator(code: bytes, place: int) -> bool:
-    return 0 <= place < len(code) and dis.opname[code[place]] == "BINARY_OP"
 
 
 def fp32_entry(names: tuple[str, ...], in_place: bool = False) -> str | None:

@@ -27,11 +27,11 @@ def as_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]],
     from rich.text import Text
 
     table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        if number < len(headings) - numbers:
-            table.add_column(heading, overflow="fold")
-        else:
-            table.add_column("\n".join(heading.split()), justify="right", no_wrap=True)
+    texts = len(headings) - numbers
+    for heading in headings[:texts]:
+        table.add_column(heading, overflow="fold")
+    for heading in headings[texts:]:
+        table.add_column("\n".join(heading.split()), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
     text = io.StringIO()
