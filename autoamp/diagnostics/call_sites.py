@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import sys
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -120,10 +119,8 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        # By outermost module: the paths of the modules within it.
+        # By outermost module, the last one that was seen last: the paths of the modules within it.
         self._paths: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
-        # By module: the outermost module that it was last seen in.
-        self._homes: WeakKeyDictionary[Module, weakref.ref[Module]] = WeakKeyDictionary()
 
     def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:
         """Return the path, the class and the outermost module's class for modules that call each other.
@@ -134,11 +131,7 @@ class ModulePaths:
         if not modules:
             return None, None, None
         root, module = modules[0], modules[-1]
-        if root not in self._homes:
-            self._homes.update((inner, weakref.ref(root)) for inner in root.modules())
-        home = self._homes[root]()
-        # A module without a home any more is outermost. It may be empty, and then it is false.
-        home = root if home is None else home
+        home = [root, *(home for home, paths in self._paths.items() if root in paths)][-1]
         paths = self._paths.setdefault(home, WeakKeyDictionary())
         if module not in paths:
             paths.update((inner, name) for name, inner in home.named_modules())
