@@ -119,7 +119,7 @@ class ModulePaths:
     """
 
     def __init__(self) -> None:
-        # By outermost module, the last one that was seen last: the paths of the modules within it.
+        # By outermost module, in the order in which they were seen first: the paths of the modules within it.
         self._paths: WeakKeyDictionary[Module, WeakKeyDictionary[Module, str]] = WeakKeyDictionary()
 
     def find(self, modules: tuple[Module, ...]) -> tuple[str, str, str] | tuple[None, None, None]:

@@ -53,10 +53,10 @@ class Followers(Subscriber):
 
 def _stepping(follower: Any) -> Callable[[], object]:
     """Return what steps a follower; see `Followers.follow`."""
-    name = next((name for name in ("step", "update") if callable(getattr(follower, name, None))), None)
-    method = follower if name is None else getattr(follower, name)
+    methods = (getattr(follower, name, None) for name in ("step", "update"))
+    method = next(filter(callable, methods), follower)
     try:
-        if name is None and isinstance(follower, Module):
+        if method is follower and isinstance(follower, Module):
             raise TypeError("calling a module computes its output")
         inspect.signature(method).bind()
     except TypeError as error:
@@ -67,7 +67,7 @@ def _stepping(follower: Any) -> Callable[[], object]:
     except ValueError:
         # Functions in C may have no signature.
         pass
-    return method  # type: ignore[no-any-return]
+    return method
 
 
 def write_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:

@@ -77,8 +77,10 @@ class BufferWrites:
             f"in {', '.join(names)} stops growing"
         )
         remedy = ". ".join(remedies)
-        nothing = dict.fromkeys(("step", "optimizer", "group"))
-        self._losses.append({"kind": "buffer counts", **nothing, "sentence": sentence, "remedy": remedy})
+        self._losses.append({
+            "kind": "buffer counts", "step": None, "optimizer": None, "group": None, "sentence": sentence,
+            "remedy": remedy,
+        })  # fmt: skip
         warn_user(f"{sentence}. {remedy}")
 
 
