@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -87,6 +88,14 @@ def test_a_difference_is_named_on_the_paths_that_have_it(
     # torch itself compares what the other kind of checkpoint computes again.
     failed = {path.name for path in result.paths if path.failed is not None}
     assert failed == ({"checkpoint(use_reentrant=False)"} if paths == {CHECKPOINT} else set())
+
+
+def test_the_kernels_of_a_call_that_computes_in_another_dtype_are_told(bf16: Any) -> None:
+    owner: Any = types.ModuleType("owner")
+    owner.scale = lambda x: x * 1.1 * 1.1 if torch.is_grad_enabled() else (x.float() * 1.21).bfloat16()
+    autoamp.register_half_function(owner, "scale")
+    found = bf16.consistency(Applies(lambda x: owner.scale(x)), torch.randn(64), backend=None).paths[0]
+    assert "other bits; torch runs aten::mul in float32 here, and aten::mul in bfloat16, aten" in str(found)
 
 
 def test_precision_of_the_module_is_told(bf16: Any) -> None:
