@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tape.contents import Op, Place, Seed, Tape, iter_refs, writes_of, written
-from autoamp.tape.memories import Full, Memories, NotOnTape, NoValues
-from autoamp.tensors import PLAIN_TYPES, iter_tensors
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, writes_of, written
+from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
 from autoamp.torch_private import (
     OperatorMode,
     OpOverload,
@@ -33,15 +33,13 @@ from autoamp.torch_private import (
     number_of_nodes,
     remove_modes,
     schema_of,
+    undisturbed,
 )
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
 """How many bytes of values a tape may hold that the program does not."""
-
-Look = Callable[[Op, Any], object]
-"""Called after each operator with its results, while it is recorded."""
 
 # Operators of these namespaces talk to other ranks.
 _COLLECTIVES = frozenset(("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"))
@@ -51,6 +49,18 @@ _Read = list[tuple[Tensor, int]]
 _CONSTANTS = PLAIN_TYPES | {torch.layout, torch.memory_format}
 # With one of these values such an argument keeps an operator that may draw random numbers from doing so.
 _NOT_RANDOM = {"dropout_p": 0.0, "dropout": 0.0, "training": False, "train": False}
+
+
+class _NotOnTape(Exception):
+    """An operator cannot be recorded. The message says why."""
+
+
+class _Full(_NotOnTape):
+    """The tape holds as much as it may."""
+
+
+class _NoValues(Exception):
+    """A tensor is on the meta device, where nothing is computed."""
 
 
 class _Traits(NamedTuple):
@@ -67,7 +77,7 @@ class _Traits(NamedTuple):
 @functools.cache
 def _traits_of(func: Any) -> _Traits:
     if not isinstance(func, OpOverload):
-        raise NotOnTape(f"{func} is not an operator of a kind that can run again")
+        raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
     return _Traits(
         str(schema_of(func).name),
         func.namespace in _COLLECTIVES,
@@ -87,25 +97,120 @@ def _draws(func: Any, args: Any) -> bool:
     return True
 
 
-class _Recorder(OperatorMode):
-    """The mode that records.
+class _Memories:
+    """The memories of a tape, and what is known of their values.
 
     Args:
-        tape: Where operators go.
-        where: Returns the place that is calling now.
-        look: See `record`.
-        limit: How many bytes the tape may hold.
+        tape: Where values from outside go.
+        limit: How many bytes it may hold.
+    """
+
+    def __init__(self, tape: Tape, limit: float) -> None:
+        self._tape = tape
+        self._limit = limit
+        self._numbers = tape.memories
+        self._versions: list[int] = []
+        # The values that are not copied, by memory.
+        self._loads: dict[int, list[Load]] = {}
+        # Their values were written by what the tape cannot run again.
+        self._unknown: set[int] = set()
+        self._made: set[int] = set()
+
+    def read(self, tensor: Tensor) -> Ref:
+        """Return the `Ref` of an argument. A value that no operator made is loaded."""
+        if tensor.is_conj() or tensor.is_neg():
+            raise _NotOnTape("a tensor is conjugated or negated lazily")
+        if tensor.is_meta:
+            raise _NoValues
+        number, is_new = self._number(tensor)
+        if is_new or number in self._unknown or (version_of(tensor) or 0) > self._versions[number]:
+            self._load(number, tensor)
+        return ref_to(number, tensor)
+
+    def made(self, tensor: Tensor, *, is_recorded: bool, is_write: bool = False) -> Ref:
+        """Return the `Ref` of a result, or of an argument that was written to."""
+        number, is_new = self._number(tensor)
+        if is_new:
+            self._made.add(number)
+        # torch counts a write once the operator has returned to autograd.
+        self._versions[number] = max(self._versions[number], (version_of(tensor) or 0) + is_write)
+        if is_recorded:
+            self._unknown.add(number)
+        return ref_to(number, tensor)
+
+    def keep(self, number: int) -> None:
+        """Keep the values that a memory was loaded with: an operator is about to write to it."""
+        if loads := self._loads.pop(number, []):
+            with undisturbed():
+                copied = loads[0].origin.clone()
+            for load in loads:
+                load.storage, load.owner = copied, None
+            self._grow(copied.nbytes())
+
+    def _number(self, tensor: Tensor) -> tuple[int, bool]:
+        """Return the number of a tensor's memory, and whether it is new."""
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise _NotOnTape(f"a tensor is a {kind.__name__}")
+        # A storage that is referred to weakly keeps its address to itself, so that no other one has it later.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        number = self._numbers.setdefault(storage, len(self._versions))
+        is_new = number == len(self._versions)
+        if is_new:
+            self._versions.append(version_of(tensor) or 0)
+        return number, is_new
+
+    def _load(self, number: int, tensor: Tensor) -> None:
+        loads = self._loads.setdefault(number, [])
+        if any(load.owner is None or load.is_stale for load in loads):
+            raise _NotOnTape("a tensor was written to, and no operator of this thread did that")
+        is_made, storage, version = number in self._made, tensor.untyped_storage(), version_of(tensor)
+        # A tensor with a graph would keep that alive.
+        owner = tensor if tensor.grad_fn is None else None
+        loads.append(Load(number, tensor.dtype, storage, storage, owner, version, is_made))
+        self._tape.events.append(loads[-1])
+        self._unknown.discard(number)
+        self._versions[number] = max(self._versions[number], version or 0)
+        if is_made:
+            self._grow(storage.nbytes())
+
+    def _grow(self, size: int) -> None:
+        self._tape.nbytes += size
+        if self._tape.nbytes > self._limit:
+            raise _Full(f"the tape would hold more than {self._limit / 2**20:g} MiB")
+
+
+class Recording(Unnoticed, OperatorMode):
+    """The recording of a step, which may span several calls: on from `resume` to `pause`, in the thread that made it.
+
+    The program computes as it does without.
+
+    Args:
+        where: Returns the place that calls now. It is called for each operator of a forward pass.
+        modes: What else intercepts calls meanwhile.
+        look: Called after each operator, with the `Op` and its results. It must not keep or change these.
+        limit: How many bytes the tape may hold that the program does not; the tape is incomplete from there on.
+        undoes: Whether `Tape.undo` is to know of all writes, also on a tape that is not complete.
+
+    Attributes:
+        tape: The tape.
     """
 
     def __init__(
-        self, tape: Tape, where: Callable[[], Place], look: Look | None, limit: float, undoes: bool = True
+        self,
+        where: Callable[[], Place],
+        *modes: Any,
+        look: Callable[[Op, Any], object] | None = None,
+        limit: float = MAX_BYTES,
+        undoes: bool = False,
     ) -> None:
         super().__init__()
+        self.tape = Tape()
+        self._modes: tuple[Any, ...] = (self, *modes)
         self._undoes = undoes
-        self.tape = tape
         self._where = where
         self._look = look
-        self._memories = Memories(tape, limit)
+        self._memories = _Memories(self.tape, limit)
         self._is_full = False
         # Whether a backward pass is about to begin.
         self._begins_backward = False
@@ -114,6 +219,27 @@ class _Recorder(OperatorMode):
         # A backward pass on a device runs in a thread of its own, which has this mode too.
         self._lock = threading.RLock()
         self._thread = threading.get_ident()
+
+    def resume(self) -> None:
+        """Record from now on, if this is the thread of the recording."""
+        if threading.get_ident() == self._thread:
+            insert_modes(*self._modes)
+
+    def pause(self) -> None:
+        """Record no more in this thread."""
+        remove_modes(*self._modes)
+
+    def stop(self, why: str | None = None) -> None:
+        """Record no more, in any thread.
+
+        Args:
+            why: Why the rest of the step is not on the tape, if it goes on.
+        """
+        self.pause()
+        if why is not None:
+            with self._guarded():
+                raise _NotOnTape(why)
+        self._is_full = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,17 +252,6 @@ class _Recorder(OperatorMode):
             with self._guarded():
                 self._end(*before, args, kwargs, result)
         return result
-
-    def stop(self, why: str | None = None) -> None:
-        """Record no more.
-
-        Args:
-            why: Why the rest of the step is not on the tape, if it goes on.
-        """
-        if why is not None:
-            with self._guarded():
-                raise NotOnTape(why)
-        self._is_full = True
 
     @contextlib.contextmanager
     def begin_backward(self, given: Any) -> Iterator[None]:
@@ -161,10 +276,10 @@ class _Recorder(OperatorMode):
         try:
             with self._lock:
                 yield
-        except NoValues:
+        except _NoValues:
             pass
-        except NotOnTape as error:
-            reason, self._is_full = str(error), isinstance(error, Full)
+        except _NotOnTape as error:
+            reason, self._is_full = str(error), isinstance(error, _Full)
         except NotImplementedError:
             # So do sparse and opaque tensors answer who asks for their memory.
             reason = "a tensor has no memory of its own, as a sparse one"
@@ -209,7 +324,7 @@ class _Recorder(OperatorMode):
             return {name: self._refs(item, is_recorded, read) for name, item in value.items()}
         if is_recorded:
             return None
-        raise NotOnTape(f"an argument is a {type(value).__name__}")
+        raise _NotOnTape(f"an argument is a {type(value).__name__}")
 
     def _end(self, op: Op, read: _Read, args: Any, kwargs: Any, result: Any) -> None:
         traits, computes = _traits_of(op.func), False
@@ -233,7 +348,7 @@ class _Recorder(OperatorMode):
     def _results(self, result: Any, is_recorded: bool) -> Any:
         if isinstance(result, Tensor):
             if result.is_meta:
-                raise NoValues
+                raise _NoValues
             return self._memories.made(result, is_recorded=is_recorded)
         if isinstance(result, (list, tuple)):
             return [self._results(item, is_recorded) for item in result]
@@ -268,65 +383,27 @@ def _made_by(node: Any, name: str) -> bool:
     return bool(stem) and name.partition("::")[2].replace("_", "").startswith(stem)
 
 
-class Recording(Unnoticed, _Recorder):
-    """The recording of a step, which spans several calls: on from `resume` to `pause`, in the thread that made it.
-
-    The program computes as it does without.
-
-    Args:
-        where: As for `record`.
-        modes: What else intercepts calls meanwhile.
-        limit: As for `record`.
-        undoes: Whether `Tape.undo` is to know of all writes, also on a tape that is not complete.
-
-    Attributes:
-        tape: The tape.
-    """
-
-    def __init__(self, where: Callable[[], Place], *modes: Any, limit: float = MAX_BYTES, undoes: bool = False) -> None:
-        super().__init__(Tape(), where, None, limit, undoes)
-        self._modes: tuple[Any, ...] = (self, *modes)
-
-    def resume(self) -> None:
-        """Record from now on, if this is the thread of the recording."""
-        if threading.get_ident() == self._thread:
-            insert_modes(*self._modes)
-
-    def pause(self) -> None:
-        """Record no more in this thread."""
-        remove_modes(*self._modes)
-
-    def stop(self, why: str | None = None) -> None:
-        """Record no more, in any thread.
-
-        Args:
-            why: Why the rest of the step is not on the tape, if it goes on.
-        """
-        self.pause()
-        super().stop(why)
-
-
 @contextlib.contextmanager
-def record(where: Callable[[], Place] = Place, *, look: Look | None = None, limit: float = MAX_BYTES) -> Iterator[Tape]:
+def record(where: Callable[[], Place] = Place, **options: Any) -> Iterator[Tape]:
     """Record the operators of this thread in a ``with`` statement, and those of its backward passes.
 
     Enter and leave it within one call: a dispatch mode that outlives a call of the program changes how torch.compile
     compiles. A call of compiled code runs as it does without; its operators are not on the tape.
 
     Args:
-        where: Returns the place that calls now. It is called for each operator of a forward pass.
-        look: Called after each operator, with the `Op` and its results. It must not keep or change these.
-        limit: How many bytes the tape may hold that the program does not; the tape is incomplete from there on.
+        where: As for `Recording`.
+        options: ``look`` and ``limit``, as for `Recording`.
 
     Yields:
         The tape. Read `Tape.incomplete` after the ``with`` statement.
     """
-    tape, graphs = Tape(), compiled_graphs()
+    recording, graphs = Recording(where, undoes=True, **options), compiled_graphs()
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        tape.incomplete = "a CUDA graph is being captured"
+        recording.tape.incomplete = "a CUDA graph is being captured"
+    recording.resume()
     try:
-        with _Recorder(tape, where, look, limit):
-            yield tape
+        yield recording.tape
     finally:
+        recording.stop()
         if compiled_graphs() != graphs:
-            tape.incomplete = tape.incomplete or "torch.compile has made code"
+            recording.tape.incomplete = recording.tape.incomplete or "torch.compile has made code"
