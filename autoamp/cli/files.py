@@ -31,16 +31,21 @@ def report(chosen: argparse.Namespace) -> int:
 
 def replay(chosen: argparse.Namespace) -> int:
     """Run the step of a capsule again and print the finding. Returns 0 if the run had the same finding, else 1."""
+
+    def tell(text: str, **options: bool) -> None:
+        # A terminal would act on what a file may hold.
+        say("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text), **options)
+
     capsule = load_capsule(chosen.capsule)
-    say(f"the run found: {capsule.text}")
+    tell(f"the run found: {capsule.text}")
     here = versions()
     for name, before in capsule.versions.items():
         if here.get(name) != before:
-            say(f"the run had {name} {before}, here is {here.get(name)}")
+            tell(f"the run had {name} {before}, here is {here.get(name)}")
     found = capsule.replay()
-    say(f"run again: {found}")
+    tell(f"run again: {found}")
     now = found.to_dict()
     different = [name for name in ("kind", "op", "module", "phase") if now[name] != capsule.overflow.get(name)]
     for name in different:
-        say(f"{name}: {capsule.overflow.get(name)} in the run, {now[name]} here", wrong=True)
+        tell(f"{name}: {capsule.overflow.get(name)} in the run, {now[name]} here", wrong=True)
     return 1 if different else 0

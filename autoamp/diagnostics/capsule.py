@@ -14,23 +14,22 @@ import platform
 import sys
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from autoamp.diagnostics.findings import explain_evidence
-from autoamp.diagnostics.origins import Evidence, Named
+from autoamp.diagnostics.origins import Evidence
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 from autoamp.errors import TapeError, UsageError
 from autoamp.stepping import several_processes
-from autoamp.tape import decoded, encoded, escaped, load_tape, save_tape
+from autoamp.tape import load_tape, save_tape
 from autoamp.tensors import dtype_name
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 6
+_FORMAT = 7
 
 
 class Capsule(NamedTuple):
@@ -99,14 +98,13 @@ class CapsuleWriter:
 
     def _write(self, path: Path, found: Overflow, evidence: Evidence) -> None:
         file = io.BytesIO()
-        shifts = save_tape(evidence.tape, file)
+        save_tape(evidence.tape, file)
         log.warning(
             "writing %s, %.1f MiB: it holds the weights and inputs of the step", path, file.getbuffer().nbytes / 2**20
         )
-        named = [{**asdict(one), "ref": encoded(one.ref, shifts)[1:]} for one in evidence.named]
         finding = {
             "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions(),
-            "scale": evidence.scale, "half_dtype": dtype_name(evidence.half_dtype), "named": named,
+            "scale": evidence.scale, "half_dtype": dtype_name(evidence.half_dtype),
         }  # fmt: skip
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("finding.json", json.dumps(finding))
@@ -114,7 +112,7 @@ class CapsuleWriter:
 
 
 def load_capsule(path: str | Path) -> Capsule:
-    """Load a capsule. No code in the file runs, and texts in it are escaped for a terminal.
+    """Load a capsule. No code in the file runs. Texts in it may hold what a terminal acts on.
 
     Args:
         path: The file.
@@ -122,10 +120,10 @@ def load_capsule(path: str | Path) -> Capsule:
     Raises:
         UsageError: The file is no capsule, is of another version, or is damaged.
     """
-    shown = escaped(repr(str(path)))
+    shown = repr(str(path))
     try:
         with zipfile.ZipFile(path) as archive:
-            finding = _without_escapes(json.loads(archive.read("finding.json")))
+            finding = json.loads(archive.read("finding.json"))
             version = finding["format"]
             step = io.BytesIO(archive.read("tape.pt")) if version == _FORMAT else None
     except OSError as error:
@@ -133,12 +131,13 @@ def load_capsule(path: str | Path) -> Capsule:
     except (zipfile.BadZipFile, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         raise UsageError(f"{shown} is no capsule; give a file of run --capsule") from None
     if step is None:
-        raise UsageError(f"{shown} has format {version} of capsules, expected {_FORMAT}; use the autoamp that wrote it")
+        raise UsageError(
+            f"{shown} has format {version!r} of capsules, expected {_FORMAT}; use the autoamp that wrote it"
+        )
     try:
         tape = load_tape(step)
-        named = tuple(Named(**{**one, "ref": decoded(("ref", *one["ref"]))}) for one in finding["named"])
         dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[finding["half_dtype"]]
-        evidence = Evidence(tape, named, float(finding["scale"]), dtype)
+        evidence = Evidence(tape, float(finding["scale"]), dtype)
         found, written_by = dict(finding["overflow"]), dict(finding["versions"])
         return Capsule({"op": None, **found}, str(finding["text"]), written_by, evidence)
     except TapeError as error:
@@ -151,12 +150,3 @@ def versions() -> dict[str, str]:
     """Return the versions of autoamp, torch and Python."""
     ours = str(getattr(sys.modules.get("autoamp"), "__version__", "unknown"))
     return {"autoamp": ours, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def _without_escapes(value: Any) -> Any:
-    """Return values of a file without what a terminal would act on."""
-    if isinstance(value, str):
-        return escaped(value)
-    if isinstance(value, list):
-        return [_without_escapes(item) for item in value]
-    return {escaped(name): _without_escapes(item) for name, item in value.items()} if isinstance(value, dict) else value

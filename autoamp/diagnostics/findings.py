@@ -84,7 +84,7 @@ def _first_cause(step: Evidence) -> Overflow | None:
         half, origins = at_one, lower
     found = _cause(step, half, origins[0])
     if found.phase == "backward":
-        gradients = (one for one in step.named if one.kind == "grad")
+        gradients = (one for one in step.tape.named if one.kind == "grad")
         tainted = next((one.name for one in gradients if one.ref.memory in half.tainted), None)
         found = replace(found, parameter=tainted)
     return found
@@ -92,7 +92,9 @@ def _first_cause(step: Evidence) -> Overflow | None:
 
 def _causes(step: Evidence, run: Followed) -> list[NonFiniteOrigin]:
     """Return the origins of what the loss or the gradients hold, the first one first."""
-    losses = [origin for one in step.named if one.kind == "loss" and (origin := run.origin_of(one.ref)) is not None]
+    losses = [
+        origin for one in step.tape.named if one.kind == "loss" and (origin := run.origin_of(one.ref)) is not None
+    ]
     found = list(dict.fromkeys([*losses, *run.at_gradients]))
     # What was written on purpose is blamed if it comes to the loss, or if nothing else is.
     outside = _reduced(step) | _gradients(step)
@@ -108,7 +110,7 @@ def _reduced(step: Evidence) -> set[int]:
 
 def _gradients(step: Evidence) -> set[int]:
     """Return the memories of gradients. What these held before the step is that of an earlier one."""
-    return {one.ref.memory for one in step.named if one.kind == "grad"}
+    return {one.ref.memory for one in step.tape.named if one.kind == "grad"}
 
 
 def _cause(step: Evidence, half: Followed, origin: NonFiniteOrigin) -> Overflow:
@@ -209,7 +211,7 @@ def _given_finding(step: Evidence, run: Followed, origin: NonFiniteOrigin) -> Ov
     """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
     memory = origin.ref.memory
     held = Overflow(NotLocated(), phase="forward", value=origin.value)
-    for one in step.named:
+    for one in step.tape.named:
         if one.ref.memory != memory or one.kind not in ("input", "weight"):
             continue
         held = replace(held, module=one.model)

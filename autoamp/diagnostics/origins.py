@@ -210,25 +210,6 @@ class Followed:
 
 
 @dataclass(frozen=True)
-class Named:
-    """A tensor of a step that has a name.
-
-    Attributes:
-        kind: ``"input"``, ``"weight"``, ``"grad"`` or ``"loss"``.
-        name: That of the argument of ``forward``, or of the parameter or buffer.
-        model: The class of the model.
-        ref: What the tape calls it.
-        has_grad: Whether an input requires gradients: as a rule an op computed it.
-    """
-
-    kind: str
-    name: str
-    model: str
-    ref: Ref
-    has_grad: bool = False
-
-
-@dataclass(frozen=True)
 class Errors:
     """How far a step is from fp32; ``str()`` says so. An error is the 2-norm of the difference, as a part of fp32's.
 
@@ -261,20 +242,18 @@ class Evidence:
     """What a verdict is found by, also on another machine.
 
     Attributes:
-        tape: The step.
-        named: Its tensors that have names.
+        tape: The step, with the names of its tensors.
         scale: The loss scale.
         half_dtype: That of the handle.
     """
 
     tape: Tape
-    named: tuple[Named, ...]
     scale: float
     half_dtype: torch.dtype
 
     def follow(self, in_fp32: Callable[[Op], bool] = lambda op: False, **options: Any) -> Followed:
         """Run the tape again; the options are those of `Followed`."""
-        inputs = frozenset(one.ref.memory for one in self.named if one.kind == "input")
+        inputs = frozenset(one.ref.memory for one in self.tape.named if one.kind == "input")
         return Followed(self.tape, in_fp32, inputs=inputs, **options)
 
     def errors(self, run: Rerun, wide: Rerun) -> Errors:
@@ -287,7 +266,7 @@ class Evidence:
 
     def _values(self, kind: str, run: Rerun, wide: Rerun) -> list[tuple[str, Tensor, Tensor]]:
         """Return the tensors of a kind with their names, as both runs computed them, in fp32."""
-        refs = {one.ref: one.name for one in self.named if one.kind == kind and 0 not in one.ref.size}
+        refs = {one.ref: one.name for one in self.tape.named if one.kind == kind and 0 not in one.ref.size}
         return [(name, run.value(ref).float(), wide.value(ref).float()) for ref, name in refs.items()]
 
 

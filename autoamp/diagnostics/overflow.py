@@ -205,8 +205,8 @@ class OverflowTrace(Subscriber):
         """
         self.recorder.stop()
         with undisturbed():
-            named = () if step.tape.incomplete else step.named()
-        return Evidence(step.tape, named, scale, self._casts.dtype)
+            step.tape.named = () if step.tape.incomplete else step.named()
+        return Evidence(step.tape, scale, self._casts.dtype)
 
     def _found(
         self, what: str, find: Callable[[RecordedStep, float], Overflow], step: RecordedStep, scale: float

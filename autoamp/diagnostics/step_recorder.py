@@ -23,12 +23,11 @@ from torch.nn import Module
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller, CallPlaces, user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptTensor, OutsideCalls, floating, key_of, unwrapped
-from autoamp.diagnostics.origins import Named
 from autoamp.errors import UsageError
 from autoamp.program import Subscriber
 from autoamp.scaling import local_of
 from autoamp.stepping import several_processes
-from autoamp.tape import CannotRerun, Recording, Ref, Tape
+from autoamp.tape import CannotRerun, Named, Recording, Ref, Tape
 from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.torch_private import (
     compiled_graphs,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, writes_of, written
-from autoamp.tape.files import decoded, encoded, escaped, load_tape, save_tape
+from autoamp.tape.contents import Load, Named, Op, Place, Ref, Seed, Tape, iter_refs, writes_of, written
+from autoamp.tape.files import load_tape, save_tape
 from autoamp.tape.record import Recording, record
 from autoamp.tape.rerun import CannotRerun, Rerun, everything
 
 __all__ = [
     "CannotRerun",
     "Load",
+    "Named",
     "Op",
     "Place",
     "Recording",
@@ -17,9 +18,6 @@ __all__ = [
     "Rerun",
     "Seed",
     "Tape",
-    "decoded",
-    "encoded",
-    "escaped",
     "everything",
     "iter_refs",
     "load_tape",

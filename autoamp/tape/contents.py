@@ -73,6 +73,7 @@ class Load:
         owner: The tensor by which the program reaches the storage, if torch counts writes to it; else None.
         version: The number of writes to that tensor so far.
         is_made: Whether an operator of the tape allocated the memory, as a random operator does.
+        start: The element of the memory with which the storage begins. A file has what the step has seen of it.
     """
 
     memory: int
@@ -82,6 +83,7 @@ class Load:
     owner: Tensor | None = None
     version: int | None = None
     is_made: bool = False
+    start: int = 0
 
     @property
     def is_stale(self) -> bool:
@@ -135,6 +137,24 @@ class Op:
         return self.name in _EMPTY
 
 
+class Named(NamedTuple):
+    """A tensor of a step that has a name.
+
+    Attributes:
+        kind: ``"input"``, ``"weight"``, ``"grad"`` or ``"loss"``.
+        name: That of the argument of ``forward``, or of the parameter or buffer.
+        model: The class of the model.
+        ref: What the tape calls it.
+        has_grad: Whether an input requires gradients: as a rule an op computed it.
+    """
+
+    kind: str
+    name: str
+    model: str
+    ref: Ref
+    has_grad: bool = False
+
+
 @dataclass(eq=False)
 class Tape:
     """The operators of a step.
@@ -142,11 +162,13 @@ class Tape:
     Attributes:
         events: Operators and values from outside, in the order in which they came.
         incomplete: Why operators of the step are missing on it; None if none are.
+        named: Its tensors that have names, if somebody has named them.
         nbytes: The bytes of the values that it holds and the program does not.
     """
 
     events: list[Load | Seed | Op] = field(default_factory=list)
     incomplete: str | None = None
+    named: tuple[Named, ...] = ()
     nbytes: int = 0
     memories: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)
 

@@ -33,6 +33,7 @@ class _Cell:
         dtype: That of its elements here: fp32 where ``recorded`` is a half dtype and the value was computed in fp32.
         is_borrowed: Whether the storage is the tape's, which must not change.
         exact: A result of another size than on the tape, as a workspace has in fp32, and the `Ref` that stands for it.
+        start: As for `Load`.
     """
 
     storage: torch.UntypedStorage
@@ -40,6 +41,7 @@ class _Cell:
     dtype: torch.dtype
     is_borrowed: bool = False
     exact: tuple[Ref, Tensor] | None = None
+    start: int = 0
 
     def whole(self) -> Tensor:
         """Return all elements."""
@@ -62,13 +64,13 @@ class _Cell:
             if self.is_borrowed:
                 self.storage, self.is_borrowed = self.storage.clone(), False
         own = self.dtype if ref.dtype is self.recorded else ref.dtype
-        return typed(self.storage, own, ref.size, ref.stride, ref.offset).to(dtype)
+        return typed(self.storage, own, ref.size, ref.stride, ref.offset - self.start).to(dtype)
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype, size: Any, stride: Any, offset: int) -> Tensor:
     """Return a tensor on a storage."""
     last = sum((many - 1) * step for many, step in zip(size, stride, strict=True))
-    if 0 not in size and (offset + last + 1) * dtype.itemsize > storage.nbytes():
+    if offset < 0 or (0 not in size and (offset + last + 1) * dtype.itemsize > storage.nbytes()):
         raise CannotRerun("a tensor is larger than its memory")
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
@@ -146,7 +148,7 @@ class Rerun:
     def _load(self, load: Load) -> None:
         if load.is_stale:
             raise CannotRerun("a tensor that the step has read was written to since")
-        self._cells[load.memory] = _Cell(load.storage, load.dtype, load.dtype, is_borrowed=True)
+        self._cells[load.memory] = _Cell(load.storage, load.dtype, load.dtype, is_borrowed=True, start=load.start)
         self._seeds.discard(load.memory)
 
     def _scale(self, ref: Ref) -> None:
