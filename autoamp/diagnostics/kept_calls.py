@@ -23,7 +23,9 @@ from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller, user_frame
 from autoamp.diagnostics.op_names import bare_name
 from autoamp.diagnostics.origins import nonfinite_value
+from autoamp.diagnostics.second_calls import why_not_again
 from autoamp.patching import original_of
+from autoamp.stepping import has_written_masters
 from autoamp.tape import CannotRerun
 from autoamp.tensors import iter_tensors, map_tensors, version_of
 from autoamp.torch_private import Unnoticed, dispatch_modes, insert_modes, is_transformed, remove_modes, undisturbed
@@ -174,8 +176,14 @@ class KeptCall:
             The floating tensors among its outputs.
 
         Raises:
-            CannotRerun: The inputs are gone, or the outputs are others than in the step.
+            CannotRerun: It may write to what cannot be put back, the inputs are gone, or the outputs are others than in
+                the step.
         """
+        if why := why_not_again(self.module):
+            raise CannotRerun(why)
+        if has_written_masters():
+            # The call would copy them into the model.
+            raise CannotRerun("master weights were written to since the model was called")
         args, kwargs = self.inputs()
         cpu, gpu = self._random
         torch.set_rng_state(cpu)
@@ -232,6 +240,7 @@ class OutsideCall(NamedTuple):
         args, kwargs: The arguments, with a `KeptTensor` in the place of each tensor.
         caller: The line of the program.
         results: The floating tensors that it returned.
+        context: The call of a model before it, which cast as this one did.
     """
 
     func: Any
@@ -239,11 +248,13 @@ class OutsideCall(NamedTuple):
     kwargs: Any
     caller: Caller | None
     results: list[KeptTensor]
+    context: KeptCall
 
     def run(self) -> list[Tensor]:
         """Call the function once more, and return the floating tensors that it returns."""
         args, kwargs = _map_kept((self.args, self.kwargs), KeptTensor.get)
-        return floating(self.func(*args, **kwargs))
+        with self.context.as_cast():
+            return floating(self.func(*args, **kwargs))
 
 
 class OutsideCalls(Unnoticed, TorchFunctionMode):
@@ -257,11 +268,13 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._is_on = True
+        self._context: Any = None
         self._calls: list[OutsideCall] = []
         self._nbytes = 0
 
-    def resume(self) -> None:
-        """Keep calls from now on."""
+    def resume(self, context: KeptCall) -> None:
+        """Keep calls from now on, after the call of a model."""
+        self._context = context
         if self._is_on:
             insert_modes(self)
 
@@ -271,7 +284,7 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
 
     def drop(self) -> None:
         """Drop the calls."""
-        self._calls, self._nbytes = [], 0
+        self._context, self._calls, self._nbytes = None, [], 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -283,7 +296,7 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
         result = func(*args, **kwargs)
         if results := [self._keep(tensor) for tensor in floating(result)]:
             caller = Caller.of(user_frame(sys._getframe(1)))
-            self._calls.append(OutsideCall(func, kept[0], kept[1], caller, results))
+            self._calls.append(OutsideCall(func, kept[0], kept[1], caller, results, self._context))
         if len(self._calls) > _MAX_CALLS or self._nbytes > _MAX_BYTES:
             self._is_on = False
             self.drop()

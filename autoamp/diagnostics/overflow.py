@@ -24,17 +24,17 @@ from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import by_communication, explain_evidence, unlocated
 from autoamp.diagnostics.inferences import Inferences
-from autoamp.diagnostics.kept_calls import KeptCall, floating, key_of, unwrapped
+from autoamp.diagnostics.kept_calls import KeptCall, OutsideCall, floating, key_of, unwrapped
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import Evidence, nonfinite_value
-from autoamp.diagnostics.second_calls import KeptState, why_not_again
+from autoamp.diagnostics.second_calls import KeptState
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
 from autoamp.program import Subscriber, listen
 from autoamp.scaling import LossScaler, scaled_loss
-from autoamp.stepping import Skips, Step, has_written_masters, several_processes
+from autoamp.stepping import Skips, Step, several_processes
 from autoamp.tape import CannotRerun
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
@@ -76,7 +76,7 @@ class OverflowTrace(Subscriber):
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = StepRecorder(casts, always=always)
         if always:
-            self.recorder.inferences = Inferences(self.recorder, self._explain_outputs)
+            self.recorder.inferences = Inferences(self.recorder, self._explain_inference)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
@@ -131,34 +131,35 @@ class OverflowTrace(Subscriber):
             if not late and len(self._skips) == 1:
                 self.recorder.forget()
             return None
-        # The next scale is not that of a skip that is known late.
+        # The next scale is not that of a skip that is known late, and its losses are gone.
         is_fixed = not late and scaler.loss_scale >= scale
-        if self._is_recorded:
-            found = self._explain(recorded, scale, late)
-        elif _within_compiler():
-            return None
-        else:
+        is_wrong = self._is_recorded
+        if not is_wrong:
+            if _within_compiler():
+                return None
             searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
             is_wrong = is_fixed or searched or (not late and recorded.loss_is_nonfinite)
             if is_wrong:
                 self.recorder.watched_steps = WATCHED_STEPS
             if late or not (is_wrong or skips.has_held):
                 return None
-            found = self._explain_kept(recorded, scale)
-            if isinstance(found.verdict, NotLocated) and not is_wrong:
-                # As a rule a search for the scale.
-                return None
+        found = self._explain_step(recorded, scale, late)
+        if isinstance(found.verdict, NotLocated) and not is_wrong:
+            # As a rule a search for the scale.
+            return None
         if is_fixed and isinstance(found.verdict, ScaleSearch):
-            found = _at_fixed_scale(found, found.verdict, scale)
+            finite_at = found.verdict.finite_at
+            below = f"lower than {scale:g}" if finite_at is None else f"at most {finite_at:g}"
+            found = replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
+            if found.op is None:
+                found = unlocated("gradients of the loss overflow in half precision; its ops were not watched")
         if isinstance(found.verdict, NotLocated):
-            # Of a step that is known late the losses are gone.
             is_failure = is_fixed or scale == 1.0 or (not late and recorded.loss_is_nonfinite)
             found = replace(found, verdict=replace(found.verdict, at_any_scale=is_failure))
         # Each cause is logged once.
         is_known = any(one.place == found.place for one in self.all)
-        found = replace(found, loss_scale=None if math.isnan(scale) else scale)
         level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
-        found = self._noted(found, late, level)
+        found = self._noted(replace(found, loss_scale=None if math.isnan(scale) else scale), late, level)
         for listener in list(self.listeners):
             listener(found)
         return found
@@ -169,14 +170,11 @@ class OverflowTrace(Subscriber):
         Args:
             late: Whether it was taken earlier, and others may have been since.
         """
-        if self._is_recorded:
-            found = self._explain(self.recorder.step, 1.0, late)
-        else:
+        if not self._is_recorded:
             self.recorder.watched_steps = WATCHED_STEPS
             if late or _within_compiler():
                 return None
-            found = self._explain_kept(self.recorder.step, 1.0)
-        return self._noted(found, late, logging.DEBUG)
+        return self._noted(self._explain_step(self.recorder.step, 1.0, late), late, logging.DEBUG)
 
     def _noted(self, found: Overflow, late: bool, level: int) -> Overflow:
         found = replace(found, iteration=None if late else self._steps - 1)
@@ -208,24 +206,27 @@ class OverflowTrace(Subscriber):
             step.tape.named = () if step.tape.incomplete else step.named()
         return Evidence(step.tape, scale, self._casts.dtype)
 
-    def _found(
-        self, what: str, find: Callable[[RecordedStep, float], Overflow], step: RecordedStep, scale: float
-    ) -> Overflow:
+    def _explain_step(self, step: RecordedStep, scale: float, late: bool) -> Overflow:
+        """Explain a step by its tape. If it was not recorded, the call that went wrong in it runs once more."""
+        if late:
+            return unlocated("the device reported the overflow after later steps had begun")
+        if self._is_recorded:
+            return self._found(self._look_at_tape, step, scale)
+        found = self._found(self._look_at_kept, step, scale)
+        if isinstance(found.verdict, NotLocated) and found.suggestion is None:
+            found = replace(found, suggestion=_CATCH)
+        return found
+
+    def _found(self, look: Callable[[RecordedStep, float], _T], step: RecordedStep, scale: float) -> _T | Overflow:
         """Return what a look at a step finds. No exception of it ends the program."""
         try:
             with self.observation.quietly():
-                return find(step, scale)
+                return look(step, scale)
         except CannotRerun as error:
             return unlocated(str(error))
         except Exception as error:
-            log.debug("%s could not run again", what, exc_info=True)
-            return unlocated(f"running {what} again raised {type(error).__name__}: {error}")
-
-    def _explain(self, step: RecordedStep, scale: float, late: bool = False) -> Overflow:
-        """Explain a step that was recorded."""
-        if late:
-            return unlocated("the device reported the overflow after later steps had begun")
-        return self._found("the step", self._look_at_tape, step, scale)
+            log.debug("a step could not run again", exc_info=True)
+            return unlocated(f"running the step again raised {type(error).__name__}: {error}")
 
     def _look_at_tape(self, step: RecordedStep, scale: float) -> Overflow:
         with self._casts.switched(False, forced_off=True):
@@ -233,13 +234,6 @@ class OverflowTrace(Subscriber):
         if isinstance(found.verdict, NotLocated) and several_processes():
             is_wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
             return by_communication() if is_wrapped else found
-        return found
-
-    def _explain_kept(self, step: RecordedStep, scale: float) -> Overflow:
-        """Explain a step that was not recorded: a call of a model that went wrong in it runs once more."""
-        found = self._found("a call of the model", self._look_at_kept, step, scale)
-        if isinstance(found.verdict, NotLocated) and found.suggestion is None:
-            found = replace(found, suggestion=_CATCH)
         return found
 
     def _look_at_kept(self, step: RecordedStep, scale: float) -> Overflow:
@@ -251,11 +245,11 @@ class OverflowTrace(Subscriber):
             for call in step.calls:
                 if not call.is_finite():
                     bad = [key_of(tensor) for tensor in floating(call.inputs()) if nonfinite_value(tensor)]
-                    found = self._explain_outside(bad, call) or self._run_again(call, 1.0)
+                    found = self._explain_outside(bad) or self._run_again(call)
                     if found is not None:
                         return found
             bad = [root for loss, root in zip(step.losses, step.roots, strict=True) if nonfinite_value(loss)]
-            return self._explain_outside(bad, step.calls[-1]) or unlocated(
+            return self._explain_outside(bad) or unlocated(
                 "the outputs of the model were finite and the loss was not: code outside of the model made it"
             )
         for call in reversed(step.calls):
@@ -269,26 +263,19 @@ class OverflowTrace(Subscriber):
                 return found
         raise CannotRerun("run again, the calls of the model gave finite gradients")
 
-    def _explain_outside(self, keys: Iterable[Any], context: KeptCall) -> Overflow | None:
+    def _explain_outside(self, keys: Iterable[Any]) -> Overflow | None:
         """Explain inf or nan by the calls of functions outside of models; None if these did not make it.
 
         Args:
             keys: What they call the tensors that may hold inf or nan.
-            context: A call of a model, which casts as they do.
         """
         call = next(filter(None, map(self.recorder.outside.origin_of, keys)), None)
-        if call is None:
-            return None
+        found = None if call is None else self._run_again(call)
+        return None if found is None or found.op is None else found
 
-        def run(step: RecordedStep) -> None:
-            with context.as_cast():
-                step.loss_refs = list(map(step.tape.find, call.run()))
-
-        with self._recorded(run, call.caller, hooked=False) as (recorded, _):
-            found = self._explain(recorded, 1.0)
-        return found if found.op is not None else None
-
-    def _run_again(self, call: KeptCall, scale: float, seeds: Sequence[Tensor | None] = ()) -> Overflow | None:
+    def _run_again(
+        self, call: KeptCall | OutsideCall, scale: float = 1.0, seeds: Sequence[Tensor | None] = ()
+    ) -> Overflow | None:
         """Run a call once more under a tape, undo what it writes, and explain it; None if nothing in it went wrong.
 
         Args:
@@ -296,11 +283,6 @@ class OverflowTrace(Subscriber):
             scale: The loss scale.
             seeds: The gradients of its outputs, for a backward pass; none to look at its outputs.
         """
-        if why := why_not_again(call.module):
-            raise CannotRerun(why)
-        if has_written_masters():
-            # The call would copy them into the model.
-            raise CannotRerun("master weights were written to since the model was called")
 
         def run(step: RecordedStep) -> list[Tensor]:
             outputs = call.run()
@@ -310,20 +292,22 @@ class OverflowTrace(Subscriber):
             return outputs
 
         with self._recorded(run, call.caller) as (recorded, outputs):
-            if not seeds:
-                return self._explain_outputs(recorded, outputs)
-            return self._explain(recorded, scale) if nonfinite_value(*recorded.grads.values()) else None
+            if seeds:
+                return self._look_at_tape(recorded, scale) if nonfinite_value(*recorded.grads.values()) else None
+            recorded.loss_refs = list(map(recorded.tape.find, outputs))
+            look = self._look_at_outputs if isinstance(call, KeptCall) else self._look_at_tape
+            return look(recorded, 1.0)
 
-    def _explain_outputs(self, recorded: RecordedStep, outputs: Sequence[Tensor]) -> Overflow | None:
-        """Explain inf or nan in the outputs of a call that was recorded; None if it was written on purpose."""
-        recorded.loss_refs = list(map(recorded.tape.find, outputs))
-        try:
-            half = self.evidence(recorded, 1.0).follow()
-        except CannotRerun as error:
-            return unlocated(str(error))
-        origins = [origin for ref in recorded.loss_refs if (origin := half.origin_of(ref)) is not None]
+    def _look_at_outputs(self, step: RecordedStep, scale: float) -> Overflow | None:
+        """Explain inf or nan in the outputs of a call, which are its losses; None if it was written on purpose."""
+        half = self.evidence(step, scale).follow()
+        origins = [origin for ref in step.loss_refs if (origin := half.origin_of(ref)) is not None]
         # As in masked scores that a model returns.
-        return None if all(one.intended for one in origins) else self._explain(recorded, 1.0)
+        return None if all(one.intended for one in origins) else self._look_at_tape(step, scale)
+
+    def _explain_inference(self, step: RecordedStep, outputs: Sequence[Tensor]) -> Overflow | None:
+        step.loss_refs = list(map(step.tape.find, outputs))
+        return self._found(self._look_at_outputs, step, 1.0)
 
     def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
         """Return the first overflow of a loss and its gradients; see `autoamp.runtime.Handle.explain_overflow`.
@@ -349,7 +333,7 @@ class OverflowTrace(Subscriber):
 
         with self._recorded(run) as (recorded, (loss, why)):
             if nonfinite_value(loss, *recorded.grads.values()):
-                return replace(self._explain(recorded, scale), loss_scale=scale)
+                return replace(self._found(self._look_at_tape, recorded, scale), loss_scale=scale)
             return None if why is None else replace(unlocated(why), loss_scale=scale)
 
     def _run_backward(self, step: RecordedStep, roots: list[Tensor], given: list[Tensor] | None = None) -> None:
@@ -361,16 +345,15 @@ class OverflowTrace(Subscriber):
 
     @contextlib.contextmanager
     def _recorded(
-        self, run: Callable[[RecordedStep], _T], caller: Caller | None = None, *, hooked: bool = True
+        self, run: Callable[[RecordedStep], _T], caller: Caller | None = None
     ) -> Iterator[tuple[RecordedStep, _T]]:
         """Record what a function runs as a step of its own, and undo what it writes. Give the step and its result.
 
         Args:
             run: The function.
             caller: As for `StepRecorder.one_step`.
-            hooked: As for `apart`.
         """
-        with self.apart(hooked=hooked) as state, self.recorder.one_step(caller) as recorded:
+        with self.apart() as state, self.recorder.one_step(caller) as recorded:
             try:
                 result = run(recorded)
             finally:
@@ -399,14 +382,6 @@ class OverflowTrace(Subscriber):
             state.restore()
             self._casts.cache.clear()
             self.recorder.paused = paused
-
-
-def _at_fixed_scale(found: Overflow, verdict: ScaleSearch, scale: float) -> Overflow:
-    """Return the finding for a scale that is too large and does not change."""
-    if found.op is None:
-        return unlocated("gradients of the loss overflow in half precision; its ops were not watched")
-    below = f"lower than {scale:g}" if verdict.finite_at is None else f"at most {verdict.finite_at:g}"
-    return replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
 
 
 def _within_compiler() -> bool:

@@ -27,7 +27,7 @@ from autoamp.errors import UsageError
 from autoamp.program import Subscriber
 from autoamp.scaling import local_of
 from autoamp.stepping import several_processes
-from autoamp.tape import CannotRerun, Named, Recording, Ref, Tape
+from autoamp.tape import CannotRerun, Named, Ref, Tape, UnnoticedRecording
 from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.torch_private import (
     compiled_graphs,
@@ -67,7 +67,7 @@ class RecordedStep:
         ended: Whether an optimizer was called.
     """
 
-    recording: Recording | None = None
+    recording: UnnoticedRecording | None = None
     calls: list[KeptCall] = field(default_factory=list)
     incomplete: str | None = None
     losses: list[Tensor] = field(default_factory=list)
@@ -151,7 +151,7 @@ class _Inside(threading.local):
     call = False
     loss = False
     # Whose modes this thread has. Another thread may have ended the step meanwhile.
-    recording: Recording | None = None
+    recording: UnnoticedRecording | None = None
 
 
 class StepRecorder(Subscriber):
@@ -248,7 +248,7 @@ class StepRecorder(Subscriber):
     def _record(self, **options: Any) -> None:
         self._leave()
         self._places.start()
-        self._inside.recording = self.step.recording = Recording(self._places.here, self._places, **options)
+        self._inside.recording = self.step.recording = UnnoticedRecording(self._places.here, self._places, **options)
         self.step.recording.resume()
 
     @contextlib.contextmanager
@@ -412,7 +412,7 @@ class StepRecorder(Subscriber):
             self.step.keep_outputs(record, outputs)
             # The handle may have been deactivated within the call.
             if not self.step.ended:
-                self.outside.resume()
+                self.outside.resume(record)
         except CannotRerun as error:
             self.step.incomplete = str(error)
         except Exception:

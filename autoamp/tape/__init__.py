@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoamp.tape.contents import Load, Named, Op, Place, Ref, Seed, Tape, iter_refs, writes_of, written
 from autoamp.tape.files import load_tape, save_tape
-from autoamp.tape.record import Recording, record
+from autoamp.tape.record import UnnoticedRecording, record
 from autoamp.tape.rerun import CannotRerun, Rerun, everything
 
 __all__ = [
@@ -13,11 +13,11 @@ __all__ = [
     "Named",
     "Op",
     "Place",
-    "Recording",
     "Ref",
     "Rerun",
     "Seed",
     "Tape",
+    "UnnoticedRecording",
     "everything",
     "iter_refs",
     "load_tape",

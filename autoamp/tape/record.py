@@ -180,7 +180,7 @@ class _Memories:
             raise _Full(f"the tape would hold more than {self._limit / 2**20:g} MiB")
 
 
-class Recording(Unnoticed, OperatorMode):
+class Recording(OperatorMode):
     """The recording of a step, which may span several calls: on from `resume` to `pause`, in the thread that made it.
 
     The program computes as it does without.
@@ -381,6 +381,10 @@ def _made_by(node: Any, name: str) -> bool:
     """Whether a node can be that of an operator, as ``NllLossBackward0`` is that of ``nll_loss_forward``."""
     stem = node.name().lower().partition("backward")[0]
     return bool(stem) and name.partition("::")[2].replace("_", "").startswith(stem)
+
+
+class UnnoticedRecording(Unnoticed, Recording):
+    """A recording beside which all is computed as without it, by kernels that show no operators as well."""
 
 
 @contextlib.contextmanager
