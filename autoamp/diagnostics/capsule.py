@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoamp.diagnostics.findings import explain_evidence
-from autoamp.diagnostics.origins import Evidence
+from autoamp.diagnostics.findings import explain_tape
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 from autoamp.errors import TapeError, UsageError
 from autoamp.stepping import several_processes
-from autoamp.tape import load_tape, save_tape
-from autoamp.tensors import dtype_name
+from autoamp.tape import Tape, load_tape, save_tape
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +37,17 @@ class Capsule(NamedTuple):
         overflow: What the run found, as `Overflow.to_dict` returns it.
         text: The same as a sentence.
         versions: Of autoamp, torch and Python, by name.
-        evidence: The step.
+        tape: The step.
     """
 
     overflow: dict[str, Any]
     text: str
     versions: dict[str, str]
-    evidence: Evidence
+    tape: Tape
 
     def replay(self) -> Overflow:
         """Run the step again and return what is found here."""
-        return explain_evidence(self.evidence)
+        return explain_tape(self.tape)
 
 
 class CapsuleWriter:
@@ -70,12 +68,12 @@ class CapsuleWriter:
         except OSError as error:
             raise UsageError(f"capsule={str(folder)!r}: expected a folder that can be written, got {error}") from None
 
-    def write(self, found: Overflow, evidence: Callable[[], Evidence]) -> None:
+    def write(self, found: Overflow, tape: Callable[[], Tape]) -> None:
         """Write a capsule if a finding is located and the first of its place, or log why not.
 
         Args:
             found: What was found in the step.
-            evidence: Returns the step.
+            tape: Returns the step.
         """
         if not isinstance(found.verdict, (HalfPrecisionOp, NotFiniteInFp32)) or found.place in self._places:
             return
@@ -86,7 +84,7 @@ class CapsuleWriter:
         # That of an earlier run stays.
         path = next(path for path in paths if not path.exists())
         try:
-            self._write(path, found, evidence())
+            self._write(path, found, tape())
         except BaseException as error:
             # A part of the file may be there.
             path.unlink(missing_ok=True)
@@ -96,15 +94,14 @@ class CapsuleWriter:
         else:
             log.warning("run the step again with: autoamp replay %s", path)
 
-    def _write(self, path: Path, found: Overflow, evidence: Evidence) -> None:
+    def _write(self, path: Path, found: Overflow, tape: Tape) -> None:
         file = io.BytesIO()
-        save_tape(evidence.tape, file)
+        save_tape(tape, file)
         log.warning(
             "writing %s, %.1f MiB: it holds the weights and inputs of the step", path, file.getbuffer().nbytes / 2**20
         )
         finding = {
             "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions(),
-            "scale": evidence.scale, "half_dtype": dtype_name(evidence.half_dtype),
         }  # fmt: skip
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("finding.json", json.dumps(finding))
@@ -135,11 +132,8 @@ def load_capsule(path: str | Path) -> Capsule:
             f"{shown} has format {version!r} of capsules, expected {_FORMAT}; use the autoamp that wrote it"
         )
     try:
-        tape = load_tape(step)
-        dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[finding["half_dtype"]]
-        evidence = Evidence(tape, float(finding["scale"]), dtype)
         found, written_by = dict(finding["overflow"]), dict(finding["versions"])
-        return Capsule({"op": None, **found}, str(finding["text"]), written_by, evidence)
+        return Capsule({"op": None, **found}, str(finding["text"]), written_by, load_tape(step))
     except TapeError as error:
         raise UsageError(f"cannot load {shown}: {error}") from None
     except (AttributeError, LookupError, TypeError, ValueError) as error:

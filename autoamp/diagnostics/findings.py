@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoamp.diagnostics.op_names import CASTS, fp32_entry
-from autoamp.diagnostics.origins import Evidence, Followed, NonFiniteOrigin, bare_op
+from autoamp.diagnostics.origins import Followed, NonFiniteOrigin, bare_op, errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,
     HalfPrecisionOp,
@@ -51,84 +51,77 @@ def by_communication() -> Overflow:
     return Overflow(Communication(), suggestion="trace overflows on all ranks, and look at what the other ranks log")
 
 
-def explain_evidence(step: Evidence) -> Overflow:
+def explain_tape(tape: Tape) -> Overflow:
     """Run a step again, and return what made inf or nan."""
     try:
-        return _first_cause(step) or unlocated("run again, the step gave finite gradients")
+        return _first_cause(tape) or unlocated("run again, the step gave finite gradients")
     except CannotRerun as error:
         return unlocated(str(error))
 
 
-def _first_cause(step: Evidence) -> Overflow | None:
+def _first_cause(tape: Tape) -> Overflow | None:
     """Run a step again, and return what made inf or nan; None if all gradients are finite.
 
     Raises:
         CannotRerun: The step cannot run again.
     """
-    half = step.follow()
-    origins = _causes(step, half)
+    half = Followed(tape)
+    origins = _causes(half)
     if not origins:
         # Nothing in this step made it.
         held = {origin.ref.memory for origin in half.at_gradients}
-        if held & _reduced(step):
+        if held & _reduced(tape):
             return by_communication()
-        if held & _gradients(step):
+        if held & tape.of_kind("grad"):
             return unlocated("gradients that were not set to zero held inf or nan before the step")
         return None
-    if step.scale > 1.0:
-        at_one = step.follow(factor=1.0 / step.scale)
-        lower = _causes(step, at_one)
+    if tape.scale > 1.0:
+        at_one = Followed(tape, factor=1.0 / tape.scale)
+        lower = _causes(at_one)
         if not lower:
-            search = ScaleSearch(_highest_finite_scale(step))
+            search = ScaleSearch(_highest_finite_scale(tape))
             return _finding(origins[0], search) if origins[0].op is not None else Overflow(search, phase="backward")
         half, origins = at_one, lower
-    found = _cause(step, half, origins[0])
+    found = _cause(half, origins[0])
     if found.phase == "backward":
-        gradients = (one for one in step.tape.named if one.kind == "grad")
+        gradients = (one for one in tape.named if one.kind == "grad")
         tainted = next((one.name for one in gradients if one.ref.memory in half.tainted), None)
         found = replace(found, parameter=tainted)
     return found
 
 
-def _causes(step: Evidence, run: Followed) -> list[NonFiniteOrigin]:
+def _causes(run: Followed) -> list[NonFiniteOrigin]:
     """Return the origins of what the loss or the gradients hold, the first one first."""
-    losses = [
-        origin for one in step.tape.named if one.kind == "loss" and (origin := run.origin_of(one.ref)) is not None
-    ]
+    losses = [origin for one in run.tape.named if one.kind == "loss" and (origin := run.origin_of(one.ref)) is not None]
     found = list(dict.fromkeys([*losses, *run.at_gradients]))
     # What was written on purpose is blamed if it comes to the loss, or if nothing else is.
-    outside = _reduced(step) | _gradients(step)
+    outside = _reduced(run.tape) | run.tape.of_kind("grad")
     found = [origin for origin in found if origin.op is not None or origin.ref.memory not in outside]
     return sorted(found, key=lambda origin: (origin.intended and origin not in losses, origin.number))
 
 
-def _reduced(step: Evidence) -> set[int]:
+def _reduced(tape: Tape) -> set[int]:
     """Return the memories of what was reduced over ranks."""
-    collectives = [op for op in step.tape.ops if op.is_recorded and op.func.namespace != "aten"]
+    collectives = [op for op in tape.ops if op.is_recorded and op.func.namespace != "aten"]
     return {ref.memory for op in collectives for ref in iter_refs((op.args, op.kwargs, op.outputs))}
 
 
-def _gradients(step: Evidence) -> set[int]:
-    """Return the memories of gradients. What these held before the step is that of an earlier one."""
-    return {one.ref.memory for one in step.tape.named if one.kind == "grad"}
-
-
-def _cause(step: Evidence, half: Followed, origin: NonFiniteOrigin) -> Overflow:
+def _cause(half: Followed, origin: NonFiniteOrigin) -> Overflow:
     """Return the finding for an origin, by the same step in fp32."""
     if origin.op is None:
-        return _given_finding(step, half, origin)
-    limit = torch.finfo(_half_dtype(step, origin)).max
+        return _given_finding(half, origin)
+    tape, limit = half.tape, torch.finfo(_half_dtype(half.tape, origin)).max
     try:
-        wide = step.follow(everything, factor=1.0 / max(step.scale, 1.0), limit=limit)
+        wide = Followed(tape, everything, factor=1.0 / max(tape.scale, 1.0), limit=limit)
     except CannotRerun as error:
         return _in_unknown_precision(origin, str(error))
-    in_fp32 = _causes(step, wide)
+    in_fp32 = _causes(wide)
     if not in_fp32:
-        return half_precision_finding(step, origin, wide)
+        return half_precision_finding(origin, wide)
     first = in_fp32[0]
     if first.op is None:
-        return _given_finding(step, wide, first)
-    if any(first.op is op for op in wide.rerun.left_half):
+        return _given_finding(wide, first)
+    if any(first.op is op for op in wide.left_half):
         return _in_unknown_precision(origin, "torch has no fp32 kernel for it")
     advice = "compute it in a form that stays finite, or look at the data and the learning rate"
     return replace(_finding(first, NotFiniteInFp32(magnitudes=first.magnitudes)), suggestion=advice)
@@ -145,15 +138,16 @@ def _in_unknown_precision(origin: NonFiniteOrigin, why: str) -> Overflow:
     return _finding(origin, NotLocated(f"it is not known whether fp32 would be finite: {why}"))
 
 
-def _half_dtype(step: Evidence, origin: NonFiniteOrigin) -> torch.dtype:
-    return origin.ref.dtype if origin.ref.dtype in HALF_DTYPES else step.half_dtype
+def _half_dtype(tape: Tape, origin: NonFiniteOrigin) -> torch.dtype:
+    return origin.ref.dtype if origin.ref.dtype in HALF_DTYPES else tape.half_dtype
 
 
-def half_precision_finding(step: Evidence, origin: NonFiniteOrigin, wide: Followed) -> Overflow:
+def half_precision_finding(origin: NonFiniteOrigin, wide: Followed) -> Overflow:
     """Return the finding for an op that is finite in fp32, with the first entry that makes the step that of fp32."""
     assert origin.op is not None
+    tape = wide.tape
     in_cast = origin.op.place.is_cast or origin.place.function in CASTS
-    verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(_half_dtype(step, origin)), in_cast)
+    verdict = HalfPrecisionOp(origin.magnitudes, dtype_name(_half_dtype(tape, origin)), in_cast)
     found = _finding(origin, verdict)
     names, casts = origin.place.names, []
     if origin.op.phase == "backward" and names:
@@ -161,10 +155,10 @@ def half_precision_finding(step: Evidence, origin: NonFiniteOrigin, wide: Follow
         places = [op.place for op in wide.too_large if not op.place.is_cast]
         names = tuple(dict.fromkeys((*names, *(name for place in places for name in place.names))))
         casts = [str(place.location) for place in places if place.function in CASTS]
-    entries = _entries_for(step.tape, origin.op, names)
-    entry = next((one for one in entries if _heals(step, one)), None)
+    entries = _entries_for(tape, origin.op, names)
+    entry = next((one for one in entries if _heals(tape, one)), None)
     if entry is None and names and is_half(origin.op):
-        entry = _with_later_ops(step, Entry(names))
+        entry = _with_later_ops(tape, Entry(names))
     if entry is not None:
         advice = entry.advice(origin.place.in_place and set(entry.names) >= set(names))
         return replace(found, suggestion=advice, fp32_names=entry.names, fp32_module=entry.module)
@@ -176,42 +170,42 @@ def half_precision_finding(step: Evidence, origin: NonFiniteOrigin, wide: Follow
     return replace(found, suggestion=f"{advice}; no entry of a list was found that makes the step right")
 
 
-def _with_later_ops(step: Evidence, entry: Entry) -> Entry | None:
+def _with_later_ops(tape: Tape, entry: Entry) -> Entry | None:
     """Return an entry with the ops for which its results are too large; None if that is not enough."""
     for _ in range(_MAX_LATER_OPS):
-        left = _causes(step, _run_with(step, entry, 1.0 / max(step.scale, 1.0)))
+        left = _causes(_run_with(tape, entry, 1.0 / max(tape.scale, 1.0)))
         if not left or left[0].op is None or not is_half(left[0].op) or set(left[0].place.names) <= set(entry.names):
             return None
         entry = Entry(tuple(dict.fromkeys((*entry.names, *left[0].place.names))))
-        if _heals(step, entry):
+        if _heals(tape, entry):
             return entry
     return None
 
 
-def _run_with(step: Evidence, entry: Entry, factor: float) -> Followed:
-    return step.follow(in_fp32_with(step.tape, entry.acts_on, within=entry.module is not None), factor=factor)
+def _run_with(tape: Tape, entry: Entry, factor: float) -> Followed:
+    return Followed(tape, in_fp32_with(tape, entry.acts_on, within=entry.module is not None), factor=factor)
 
 
-def _heals(step: Evidence, entry: Entry) -> bool:
+def _heals(tape: Tape, entry: Entry) -> bool:
     """Whether a step is finite with an entry, and its gradients are those of fp32."""
     # Without the scale gradients may be too small.
-    for factor in dict.fromkeys((1.0 / max(step.scale, 1.0), 1.0)):
-        run = _run_with(step, entry, factor)
-        if _causes(step, run):
+    for factor in dict.fromkeys((1.0 / max(tape.scale, 1.0), 1.0)):
+        run = _run_with(tape, entry, factor)
+        if _causes(run):
             return False
-        wide = Rerun(step.tape, everything, factor=factor).finish()
-        errors = sorted(step.errors(run.rerun, wide).parameters.values())
+        wide = Rerun(tape, everything, factor=factor).finish()
+        errors = sorted(errors_of(run, wide).parameters.values())
         # The rest in half precision explains as much.
         if not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2]):
             return True
     return False
 
 
-def _given_finding(step: Evidence, run: Followed, origin: NonFiniteOrigin) -> Overflow:
+def _given_finding(run: Followed, origin: NonFiniteOrigin) -> Overflow:
     """Return the finding for an inf or nan that no op made: an input, a parameter or a buffer holds it."""
     memory = origin.ref.memory
     held = Overflow(NotLocated(), phase="forward", value=origin.value)
-    for one in step.tape.named:
+    for one in run.tape.named:
         if one.ref.memory != memory or one.kind not in ("input", "weight"):
             continue
         held = replace(held, module=one.model)
@@ -225,7 +219,7 @@ def _given_finding(step: Evidence, run: Followed, origin: NonFiniteOrigin) -> Ov
                 f"the input {one.name} of {one.model} holds {origin.value} already, and the op that made it was not "
                 "recorded"
             )
-        data = NotFiniteInFp32(cause="data", tensor=one.name, batch_index=_batch_index(run.rerun.value(one.ref)))
+        data = NotFiniteInFp32(cause="data", tensor=one.name, batch_index=_batch_index(run.value(one.ref)))
         return replace(held, verdict=data, suggestion="look at the data of this batch")
     why = "it comes from code that is not recorded, such as TorchScript, torch.func, numpy or another library"
     return replace(held, verdict=NotLocated(why), module=None)
@@ -239,15 +233,15 @@ def _batch_index(tensor: Tensor) -> int | None:
     return int(bad[0]) if len(bad) else None
 
 
-def _highest_finite_scale(step: Evidence) -> float:
+def _highest_finite_scale(tape: Tape) -> float:
     """Return the highest power of two times the scale, below it, at which gradients are finite. At 1.0 they are."""
 
     def is_finite(bits: int) -> bool:
         factor = 2.0**-bits
-        return step.scale * factor <= 1.0 or not _causes(step, step.follow(factor=factor))
+        return tape.scale * factor <= 1.0 or not _causes(Followed(tape, factor=factor))
 
     bits = 1 + bisect.bisect_left(range(1, _MAX_SCALE_BITS + 1), True, key=is_finite)
-    return max(1.0, step.scale * 2.0**-bits)
+    return max(1.0, tape.scale * 2.0**-bits)
 
 
 # -- entries --

@@ -78,13 +78,11 @@ class NonFiniteOrigin:
     intended: bool = False
 
 
-class Followed:
+class Followed(Rerun):
     """A run of a tape in which inf and nan were followed.
 
     Args:
-        tape: The tape.
-        in_fp32, factor: As for `Rerun`.
-        inputs: The memories of the inputs of models: what makes nan of an inf there is not blamed.
+        tape, in_fp32, factor: As for `Rerun`.
         limit: A size from which on tensors that were half on the tape are taken note of.
 
     Attributes:
@@ -92,7 +90,6 @@ class Followed:
         at_gradients: The origins of what came to gradients, in the same order.
         too_large: The operators of backward passes that read a gradient of at least the limit.
         tainted: The memories that were computed of inf or nan, though they may be finite.
-        rerun: The run.
 
     Raises:
         CannotRerun: As `Rerun` raises it.
@@ -104,13 +101,12 @@ class Followed:
         in_fp32: Callable[[Op], bool] = lambda op: False,
         *,
         factor: float = 1.0,
-        inputs: frozenset[int] = frozenset(),
         limit: float = math.inf,
     ) -> None:
-        self._model_inputs = inputs
+        super().__init__(tape, in_fp32, factor=factor)
+        self._model_inputs = tape.of_kind("input")
         self.origins: list[NonFiniteOrigin] = []
         self.too_large: list[Op] = []
-        self.rerun = Rerun(tape, in_fp32, factor=factor, before=self._before)
         self._limit = limit
         self._loaded = {event.memory for event in tape.events if isinstance(event, Load)}
         self._flawed: dict[int, NonFiniteOrigin] = {}
@@ -122,7 +118,7 @@ class Followed:
         # Casts that were made for an operator, until it takes them.
         self._casts: dict[int, NonFiniteOrigin] = {}
         with undisturbed():
-            for op, given, results in self.rerun:
+            for op, given, results in self:
                 self._after(op, given, results)
         came = dict.fromkeys([*self.at_gradients, *self._unread.values()])
         self.at_gradients = sorted(came, key=lambda origin: origin.number)
@@ -131,11 +127,11 @@ class Followed:
         """Return where the inf or nan in a memory came from at the end of the run; None if it holds none."""
         return None if ref is None else self._flawed.get(ref.memory)
 
-    def _before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of an operator that is about to run."""
         inputs = list(_read_by(op, args, kwargs))
         found = [(tensor, self._origin(ref, tensor)) for ref, tensor in inputs]
-        self._given = [origin for _, origin in found if origin is not None]
+        self._came = [origin for _, origin in found if origin is not None]
         self._inputs = inputs
         self._sizes = _largest([tensor for tensor, origin in found if origin is None])
         backward = op.phase == "backward"
@@ -143,7 +139,7 @@ class Followed:
         if backward and any(size >= self._limit for size in _largest(halves)):
             self.too_large.append(op)
         if op.name == _CHECK:
-            self.at_gradients += self._given
+            self.at_gradients += self._came
         for ref, _ in inputs:
             if backward or op.name == _CHECK:
                 self._unread.pop(ref.memory, None)
@@ -176,14 +172,14 @@ class Followed:
         changed = written(op.func, op.args, op.kwargs), written(op.func, *given)
         outputs = [*_pairs(*changed), *_pairs(op.outputs, results)]
         read = {ref.memory for ref, _ in self._inputs}
-        tainted = not self.tainted.isdisjoint(read) or bool(self._given)
-        origins = sorted(self._given, key=lambda origin: (origin.intended, origin.op is None))
+        tainted = not self.tainted.isdisjoint(read) or bool(self._came)
+        origins = sorted(self._came, key=lambda origin: (origin.intended, origin.op is None))
         # As in `mask[0] = -math.inf`, of which torch makes a tensor that no operator does.
         is_writer = op.name in _WRITERS or (
             op.name == "aten::copy_" and any(one.op is None and one.ref.size == () for one in origins)
         )
         origins = [] if is_writer and op.name == "aten::copy_" else origins
-        nan_came = any(origin.value == "nan" for origin in self._given)
+        nan_came = any(origin.value == "nan" for origin in self._came)
         for ref, tensor in outputs:
             if tainted:
                 self.tainted.add(ref.memory)
@@ -195,7 +191,7 @@ class Followed:
             if origins and (not origins[0].intended or value != "nan" or nan_came):
                 origin = origins[0]
             elif data := [one for one in origins if one.op is None and one.ref.memory in self._model_inputs]:
-                # The operator made nan of an inf in the data.
+                # The operator made nan of an inf in the data, and is not blamed for it.
                 origin = replace(data[0], intended=False)
                 self.origins.append(origin)
             else:
@@ -237,37 +233,15 @@ def _percent(error: float) -> str:
     return f"{error:.1%}" if error < 10.0 else "more than 1000%"
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What a verdict is found by, also on another machine.
-
-    Attributes:
-        tape: The step, with the names of its tensors.
-        scale: The loss scale.
-        half_dtype: That of the handle.
-    """
-
-    tape: Tape
-    scale: float
-    half_dtype: torch.dtype
-
-    def follow(self, in_fp32: Callable[[Op], bool] = lambda op: False, **options: Any) -> Followed:
-        """Run the tape again; the options are those of `Followed`."""
-        inputs = frozenset(one.ref.memory for one in self.tape.named if one.kind == "input")
-        return Followed(self.tape, in_fp32, inputs=inputs, **options)
-
-    def errors(self, run: Rerun, wide: Rerun) -> Errors:
-        """Return the errors of a run beside a run in fp32, both ended."""
-        grads, losses = self._values("grad", run, wide), self._values("loss", run, wide)
-        sizes = {name: float(full.square().mean().sqrt()) for name, _, full in grads}
-        least = _SMALL * max(sizes.values(), default=0.0)
-        found = {name: relative_error(half, full) for name, half, full in grads if sizes[name] > least}
-        return Errors(found, max((relative_error(half, full) for _, half, full in losses), default=0.0))
-
-    def _values(self, kind: str, run: Rerun, wide: Rerun) -> list[tuple[str, Tensor, Tensor]]:
-        """Return the tensors of a kind with their names, as both runs computed them, in fp32."""
-        refs = {one.ref: one.name for one in self.tape.named if one.kind == kind and 0 not in one.ref.size}
-        return [(name, run.value(ref).float(), wide.value(ref).float()) for ref, name in refs.items()]
+def errors_of(run: Rerun, wide: Rerun) -> Errors:
+    """Return the errors of a run of a tape beside a run in fp32, both ended."""
+    values: dict[str, list[tuple[str, Tensor, Tensor]]] = {"grad": [], "loss": []}
+    for one in {one.ref: one for one in run.tape.named if one.kind in values and 0 not in one.ref.size}.values():
+        values[one.kind].append((one.name, run.value(one.ref).float(), wide.value(one.ref).float()))
+    sizes = {name: float(full.square().mean().sqrt()) for name, _, full in values["grad"]}
+    least = _SMALL * max(sizes.values(), default=0.0)
+    found = {name: relative_error(half, full) for name, half, full in values["grad"] if sizes[name] > least}
+    return Errors(found, max((relative_error(half, full) for _, half, full in values["loss"]), default=0.0))
 
 
 def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:

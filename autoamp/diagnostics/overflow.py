@@ -22,11 +22,11 @@ from autoamp.auto_scaling import reached_by
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.capsule import CapsuleWriter
-from autoamp.diagnostics.findings import by_communication, explain_evidence, unlocated
+from autoamp.diagnostics.findings import by_communication, explain_tape, unlocated
 from autoamp.diagnostics.inferences import Inferences
 from autoamp.diagnostics.kept_calls import KeptCall, OutsideCall, floating, key_of, unwrapped
 from autoamp.diagnostics.observer import Observation
-from autoamp.diagnostics.origins import Evidence, nonfinite_value
+from autoamp.diagnostics.origins import Followed, nonfinite_value
 from autoamp.diagnostics.second_calls import KeptState
 from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder
 from autoamp.diagnostics.tables import counted
@@ -35,7 +35,7 @@ from autoamp.errors import kind_of
 from autoamp.program import Subscriber, listen
 from autoamp.scaling import LossScaler, scaled_loss
 from autoamp.stepping import Skips, Step, several_processes
-from autoamp.tape import CannotRerun
+from autoamp.tape import CannotRerun, Tape
 from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
 
 log = logging.getLogger(__name__)
@@ -186,13 +186,13 @@ class OverflowTrace(Subscriber):
         log.log(level, "%s", found)
         # The tape of a step whose overflow is known late is gone by then.
         if self.capsules is not None and not late:
-            self.capsules.write(found, lambda: self.evidence(self.recorder.step, found.loss_scale or 1.0))
+            self.capsules.write(found, lambda: self.tape_of(self.recorder.step, found.loss_scale or 1.0))
         return found
 
     # -- finding it --
 
-    def evidence(self, step: RecordedStep, scale: float) -> Evidence:
-        """Return what a verdict on a step is found by.
+    def tape_of(self, step: RecordedStep, scale: float) -> Tape:
+        """Return the tape of a step, by which a verdict is found also on another machine.
 
         Args:
             step: The step, which recorded its operators.
@@ -202,9 +202,11 @@ class OverflowTrace(Subscriber):
             CannotRerun: The step was not recorded.
         """
         self.recorder.stop()
+        tape = step.tape
+        tape.scale, tape.half_dtype = scale, self._casts.dtype
         with undisturbed():
-            step.tape.named = () if step.tape.incomplete else step.named()
-        return Evidence(step.tape, scale, self._casts.dtype)
+            tape.named = () if tape.incomplete else step.named()
+        return tape
 
     def _explain_step(self, step: RecordedStep, scale: float, late: bool) -> Overflow:
         """Explain a step by its tape. If it was not recorded, the call that went wrong in it runs once more."""
@@ -230,7 +232,7 @@ class OverflowTrace(Subscriber):
 
     def _look_at_tape(self, step: RecordedStep, scale: float) -> Overflow:
         with self._casts.switched(False, forced_off=True):
-            found = explain_evidence(self.evidence(step, scale))
+            found = explain_tape(self.tape_of(step, scale))
         if isinstance(found.verdict, NotLocated) and several_processes():
             is_wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
             return by_communication() if is_wrapped else found
@@ -300,7 +302,7 @@ class OverflowTrace(Subscriber):
 
     def _look_at_outputs(self, step: RecordedStep, scale: float) -> Overflow | None:
         """Explain inf or nan in the outputs of a call, which are its losses; None if it was written on purpose."""
-        half = self.evidence(step, scale).follow()
+        half = Followed(self.tape_of(step, scale))
         origins = [origin for ref in step.loss_refs if (origin := half.origin_of(ref)) is not None]
         # As in masked scores that a model returns.
         return None if all(one.intended for one in origins) else self._look_at_tape(step, scale)

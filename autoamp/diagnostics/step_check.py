@@ -29,7 +29,7 @@ from autoamp.diagnostics.findings import (
     module_entries,
 )
 from autoamp.diagnostics.half_losses import is_sampled
-from autoamp.diagnostics.origins import Errors, Evidence
+from autoamp.diagnostics.origins import Errors, Followed, errors_of
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.tables import first_of
@@ -137,26 +137,26 @@ class StepCheck:
     def _compare(self, step: int) -> None:
         """Find the first op that overflows in half precision, if that changes gradients, or else ops that round."""
         observation = self._overflows.observation
-        evidence = self._overflows.evidence(self._overflows.recorder.step, 1.0)
+        tape = self._overflows.tape_of(self._overflows.recorder.step, 1.0)
         with observation.quietly(), observation.casts.switched(False, forced_off=True):
-            half = evidence.follow()
+            half = Followed(tape)
             # If gradients are not finite the step will be skipped, and that overflow is explained.
             if half.at_gradients:
                 return
-            wide = Rerun(evidence.tape, everything).finish()
-            errors = evidence.errors(half.rerun, wide)
+            wide = Rerun(tape, everything).finish()
+            errors = errors_of(half, wide)
             if self.farthest is None or errors.gradients > self.farthest.gradients:
                 self.farthest = errors
             origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
             origin = next((one for one in origins if not one.intended), None)
             wrong = [name for name, error in errors.parameters.items() if error > _WRONG]
             if origin is not None and wrong:
-                overflow = half_precision_finding(evidence, origin, evidence.follow(everything))
+                overflow = half_precision_finding(origin, Followed(tape, everything))
                 if overflow.place not in [known.place for _, known in self.faults]:
                     taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
                     overflow_there = replace(overflow, iteration=step, parameter=wrong[0])
                     self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
-            rounding = _find_rounding(evidence, errors, wide) if origin is None else None
+            rounding = _find_rounding(tape, errors, wide) if origin is None else None
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
                 self.roundings.append((step, rounding))
 
@@ -183,43 +183,43 @@ def _line_of(tape: Tape, op: Op) -> _Line:
     return _Line(place.function, place.location, place.module if in_torch or is_layer else None)
 
 
-def _find_rounding(step: Evidence, errors: Errors, wide: Rerun) -> Rounding | None:
+def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
     """Return the ops whose rounding makes most of the error of a step; None if the error is small, or no ops do.
 
     Args:
-        step: The step, whose gradients are finite.
+        tape: The step, whose gradients are finite.
         errors: Its errors.
         wide: Its run in fp32, which has ended.
 
     Raises:
         CannotRerun: The step cannot run again.
     """
-    unit = torch.finfo(step.half_dtype).eps
+    unit = torch.finfo(tape.half_dtype).eps
     far = max(_FAR_UNITS * unit, _FAR)
     if max(errors.gradients, errors.loss) < far:
         return None
     in_gradients = errors.gradients >= far
 
     def left(has: Choice, within: bool = False) -> float:
-        run = Rerun(step.tape, in_fp32_with(step.tape, has, within=within)).finish()
-        rest = step.errors(run, wide)
+        run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
+        rest = errors_of(run, wide)
         return rest.gradients / errors.gradients if in_gradients else rest.loss / errors.loss
 
-    for op in itertools.islice(_enlarging(step.tape, unit), _MAX_OPS):
+    for op in itertools.islice(_enlarging(tape, unit), _MAX_OPS):
         before = [op] if is_half(op) else []
-        before += [one for one in half_ops_before(step.tape, op) if one.phase == "forward" and not one.place.is_cast]
-        lines = list(dict.fromkeys(_line_of(step.tape, one) for one in before))[:_MAX_LINES]
+        before += [one for one in half_ops_before(tape, op) if one.phase == "forward" and not one.place.is_cast]
+        lines = list(dict.fromkeys(_line_of(tape, one) for one in before))[:_MAX_LINES]
         found = _fewest(lines, left)
         # Close to its minimum a model of one layer has gradients of nothing but rounding.
-        if found is None or not keeps_products(step.tape, chosen := _any_of(found)):
+        if found is None or not keeps_products(tape, chosen := _any_of(found)):
             continue
         ops, named = [one for one in before if chosen(one)], []
         for line in found:
             modules = {one.place.module for one in ops if line.has(one)}
             named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
-        share, own_error = 1.0 - left(chosen), _own_error(step.tape, ops[0])
-        entry = _entry_for(step.tape, ops, left)
-        return Rounding(tuple(named), dtype_name(step.half_dtype), own_error, errors, share, entry)
+        share, own_error = 1.0 - left(chosen), _own_error(tape, ops[0])
+        entry = _entry_for(tape, ops, left)
+        return Rounding(tuple(named), dtype_name(tape.half_dtype), own_error, errors, share, entry)
     return None
 
 

@@ -163,12 +163,16 @@ class Tape:
         events: Operators and values from outside, in the order in which they came.
         incomplete: Why operators of the step are missing on it; None if none are.
         named: Its tensors that have names, if somebody has named them.
+        scale: The loss scale of the step.
+        half_dtype: The dtype to which the step cast.
         nbytes: The bytes of the values that it holds and the program does not.
     """
 
     events: list[Load | Seed | Op] = field(default_factory=list)
     incomplete: str | None = None
     named: tuple[Named, ...] = ()
+    scale: float = 1.0
+    half_dtype: torch.dtype = torch.float16
     nbytes: int = 0
     memories: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)
 
@@ -182,6 +186,10 @@ class Tape:
         with undisturbed():
             number = self.memories.get(StorageWeakRef(tensor.untyped_storage()))
             return None if number is None else ref_to(number, tensor)
+
+    def of_kind(self, kind: str) -> set[int]:
+        """Return the memories of the tensors that have names of a kind."""
+        return {one.ref.memory for one in self.named if one.kind == kind}
 
     def undo(self) -> None:
         """Give each tensor from outside that the step wrote to the value that it had before.

@@ -52,7 +52,9 @@ def save_tape(tape: Tape, path: str | os.PathLike[str] | IO[bytes]) -> None:
             flags = [event.grad, event.phase, event.is_recorded, event.is_seed]
             events.append(["op", event.func.name(), *given, event.place, *flags])
     about = {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__.split("+")[0]}
-    torch.save({**about, "events": events, "named": tape.named}, path)
+    torch.save(
+        {**about, "events": events, "named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype}, path
+    )
 
 
 def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
@@ -83,6 +85,7 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
         for event in found["events"]:
             tape.events.append(_event(event))
         tape.named = tuple(map(_read, found["named"]))
+        tape.scale, tape.half_dtype = float(found["scale"]), _read(found["half_dtype"])
     except TapeError:
         raise
     except Exception as error:

@@ -86,36 +86,28 @@ class Rerun:
         tape: The tape.
         in_fp32: Whether to run an operator in fp32, such as `everything`; by default the tape runs as it was.
         factor: What the gradients with which backward passes begin are multiplied by.
-        before: Called before each operator, with its arguments.
 
     Attributes:
+        tape: As given.
         left_half: Those of the operators so far that were to run in fp32 and have no kernel for it, as flash attention.
 
     Raises:
         CannotRerun: The tape is incomplete; while it runs: a tensor was written to since, or an operator cannot run.
     """
 
-    def __init__(
-        self,
-        tape: Tape,
-        in_fp32: Callable[[Op], bool] = lambda op: False,
-        *,
-        factor: float = 1.0,
-        before: Callable[[Op, list[Any], dict[str, Any]], object] | None = None,
-    ) -> None:
+    def __init__(self, tape: Tape, in_fp32: Callable[[Op], bool] = lambda op: False, *, factor: float = 1.0) -> None:
         if tape.incomplete is not None:
             raise CannotRerun(tape.incomplete)
-        self._tape = tape
+        self.tape = tape
         self._in_fp32 = in_fp32
         self.left_half: list[Op] = []
         self._factor = factor
-        self._before = before
         self._cells: dict[int, _Cell] = {}
         # Memories that are multiplied by the factor as they are.
         self._seeds: set[int] = set()
 
     def __iter__(self) -> Iterator[tuple[Op, tuple[list[Any], dict[str, Any]], Any]]:
-        for event in self._tape.events:
+        for event in self.tape.events:
             if isinstance(event, Load):
                 self._load(event)
                 continue
@@ -132,6 +124,9 @@ class Rerun:
             if event.is_seed:
                 self._scale(event.outputs)
             yield event, given, results
+
+    def before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Called before each operator, with its arguments."""
 
     def finish(self) -> Rerun:
         """Run to the end, and return itself."""
@@ -166,8 +161,7 @@ class Rerun:
         if wide and op.name in ("aten::_softmax", "aten::_log_softmax"):
             # Whether to make an fp32 result of a half argument, which is fp32 already.
             args[2] = False
-        if self._before is not None:
-            self._before(op, args, kwargs)
+        self.before(op, args, kwargs)
         try:
             return (args, kwargs), self._call(op, args, kwargs)
         except Exception as error:
