@@ -8,7 +8,6 @@ the program keeps them itself. A tensor that was written to since is of no use.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -91,14 +90,13 @@ class KeptTensor:
 
 
 class KeptCall:
-    """An outermost call of a module.
+    """An outermost call of a model.
 
     Args:
-        module: The module.
+        module: The model.
         args, kwargs: The arguments, with a `KeptTensor` in the place of each tensor.
         casts: How this thread casts.
         caller: Where it is called.
-        is_recorded: Whether it is on a tape.
 
     Attributes:
         caller: As given.
@@ -106,13 +104,10 @@ class KeptCall:
         grads: The gradients of outputs, by their place; None for one that came in several parts.
     """
 
-    def __init__(
-        self, module: Module, args: Any, kwargs: Any, casts: CastState, caller: Caller | None = None, *,
-        is_recorded: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, module: Module, args: Any, kwargs: Any, casts: CastState, caller: Caller | None) -> None:
         self._module = weakref.ref(module)
-        # One for a loss may be made for this call. Others live as long as the program, or a tape, keeps them.
-        self._alive = module if is_recorded or next(module.parameters(), None) is None else None
+        # One for a loss may be made for this call. Others live as long as the program keeps them.
+        self._alive = module if next(module.parameters(), None) is None else None
         self._given = args, kwargs
         self.outputs: list[KeptTensor] = []
         self.grads: dict[int, KeptTensor | None] = {}
@@ -121,11 +116,7 @@ class KeptCall:
         device_type = casts.device_type
         is_cast = torch.is_autocast_enabled(device_type)
         self._autocast = (device_type, torch.get_autocast_dtype(device_type)) if is_cast else None
-        self._random: tuple[Any, ...] = ()
-        if not is_recorded:
-            # Within a CUDA graph these cannot be read.
-            gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-            self._random = torch.get_rng_state(), gpu
+        self._random = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     @property
     def module(self) -> Module:
@@ -134,14 +125,6 @@ class KeptCall:
         if module is None:
             raise CannotRerun("a model of the step is gone")
         return module
-
-    def named_inputs(self) -> Iterator[tuple[str, KeptTensor]]:
-        """Yield the tensors by the names of the arguments of ``forward``. Raises CannotRerun if the module is gone."""
-        args, kwargs = self._given
-        given = inspect.signature(unwrapped(self.module).forward).bind(*args, **kwargs).arguments
-        for name, value in given.items():
-            for number, one in enumerate(_kept_in(value)):
-                yield (name if one is value else f"{name}[{number}]"), one
 
     def inputs(self) -> Any:
         """Return its ``args`` and ``kwargs``. Raises CannotRerun if inputs are gone."""
@@ -207,12 +190,6 @@ def floating(value: Any) -> list[Tensor]:
 def _map_kept(value: Any, convert: Callable[[KeptTensor], Any]) -> Any:
     """Return nested arguments with each `KeptTensor` converted."""
     return map_tensors(value, lambda tensor: tensor, lambda one: convert(one) if isinstance(one, KeptTensor) else one)
-
-
-def _kept_in(value: Any) -> list[KeptTensor]:
-    found: list[KeptTensor] = []
-    _map_kept(value, found.append)
-    return found
 
 
 def unwrapped(module: Module) -> Module:
@@ -329,8 +306,9 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
             return None
         place = made[-1]
         call = self._calls[place]
-        kept = (one for one in _kept_in((call.args, call.kwargs)) if one.tensor.is_floating_point())
-        given = [(one, nonfinite_value(one.tensor)) for one in kept]
+        kept: list[KeptTensor] = []
+        _map_kept((call.args, call.kwargs), kept.append)
+        given = [(one, nonfinite_value(one.tensor)) for one in kept if one.tensor.is_floating_point()]
         for value in ("nan", "inf"):
             for one in (one for one, found in given if found == value and not one.is_stale):
                 origin = self._origin(key_of(one.tensor), place)

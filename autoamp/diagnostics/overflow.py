@@ -234,7 +234,7 @@ class OverflowTrace(Subscriber):
         with self._casts.switched(False, forced_off=True):
             found = explain_tape(self.tape_of(step, scale))
         if isinstance(found.verdict, NotLocated) and several_processes():
-            is_wrapped = any(unwrapped(call.module) is not call.module for call in step.calls)
+            is_wrapped = any(unwrapped(module) is not module for module, _, _ in step.models)
             return by_communication() if is_wrapped else found
         return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import sys
@@ -55,7 +56,8 @@ class RecordedStep:
 
     Attributes:
         recording: Its tape; None if the step is not recorded.
-        calls: The outermost module calls, in their order.
+        models: The models that were called if it is recorded, with the arguments, in their order.
+        calls: Their calls if it is not.
         incomplete: Why calls are missing; None if none are.
         losses: The losses, without their graph. If steps are not recorded, those of one element.
         loss_refs: What the tape calls the losses.
@@ -68,6 +70,7 @@ class RecordedStep:
     """
 
     recording: UnnoticedRecording | None = None
+    models: list[tuple[Module, Any, Any]] = field(default_factory=list)
     calls: list[KeptCall] = field(default_factory=list)
     incomplete: str | None = None
     losses: list[Tensor] = field(default_factory=list)
@@ -90,17 +93,19 @@ class RecordedStep:
     def named(self) -> tuple[Named, ...]:
         """Return the tensors on its tape that have names."""
         found = [Named("loss", "loss", "", ref) for ref in self.loss_refs if ref is not None]
-        for call in self.calls:
-            root = unwrapped(call.module)
-            named = [(name, one.tensor, "input", one.needs_grad) for name, one in call.named_inputs()]
-            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-                named.append((name, tensor, "weight", False))
-            for name, param in root.named_parameters():
-                named.append((name, self.grads.get(param, param.grad), "grad", False))
-            for name, tensor, kind, has_grad in named:
+        for module, args, kwargs in self.models:
+            root = unwrapped(module)
+            named: list[tuple[str, str, Tensor | None]] = []
+            for name, value in inspect.signature(root.forward).bind(*args, **kwargs).arguments.items():
+                for number, one in enumerate(iter_tensors(value)):
+                    named.append(("input", name if one is value else f"{name}[{number}]", one))
+            named += [("weight", *one) for one in (*root.named_parameters(), *root.named_buffers())]
+            named += [("grad", name, self.grads.get(param, param.grad)) for name, param in root.named_parameters()]
+            for kind, name, tensor in named:
                 # Sparse ones have no memory.
                 ref = None if tensor is None or tensor.layout is not torch.strided else self.tape.find(tensor)
-                if ref is not None:
+                if tensor is not None and ref is not None:
+                    has_grad = kind == "input" and tensor.requires_grad
                     found.append(Named(kind, name, type(root).__name__, ref, has_grad))
         return tuple(dict.fromkeys(found))
 
@@ -109,12 +114,6 @@ class RecordedStep:
         """Whether a loss itself held inf or nan. Waits for the device."""
         with undisturbed():
             return any(not bool(local_of(loss).isfinite().all()) for loss in self.losses)
-
-    def drop(self) -> None:
-        """Drop the tape, and what it holds."""
-        if self.recording is not None:
-            self.recording.stop()
-        self.recording, self.calls, self.incomplete = None, [], "the step was dropped"
 
     # -- if the step is not recorded --
 
@@ -204,9 +203,10 @@ class StepRecorder(Subscriber):
         self._places.stop()
 
     def forget(self) -> None:
-        """Drop the tape of the step at hand, which was found right. The step may still run, as one with a closure."""
+        """Drop the tape of the step at hand, and what it holds. The step may still run, as one with a closure."""
         self.stop()
-        self.step.drop()
+        step = self.step
+        step.recording, step.models, step.calls, step.incomplete = None, [], [], "the step was dropped"
         self.outside.drop()
 
     def drop(self) -> None:
@@ -276,8 +276,7 @@ class StepRecorder(Subscriber):
     def _open_step(self) -> RecordedStep:
         """Return the step at hand: a new one after the last has ended."""
         if self.step.ended:
-            self.step.drop()
-            self.outside.drop()
+            self.forget()
             self.step = RecordedStep(is_watched=self.watched_steps > 0)
         return self.step
 
@@ -390,15 +389,15 @@ class StepRecorder(Subscriber):
             why = f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
         if self._is_compiled():
             why = "the program uses torch.compile"
-        elif len(step.calls) >= _MAX_CALLS:
+        elif len(step.models) >= _MAX_CALLS:
             why = f"the step has more than {_MAX_CALLS} calls of models"
         if why is not None:
             self.stop(why)
             return
-
         with undisturbed():
-            args, kwargs = map_tensors((args, kwargs), KeptTensor)
-            step.calls.append(KeptCall(module, args, kwargs, self._casts, is_recorded=True))
+            # The graph of an input is not kept alive.
+            given = map_tensors((args, kwargs), lambda one: one.detach().requires_grad_() if one.grad_fn else one)
+        step.models.append((module, *given))
 
     def end(self, record: Any, outputs: Any) -> None:
         """Called when the call has ended."""

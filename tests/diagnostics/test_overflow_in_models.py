@@ -237,7 +237,7 @@ def test_a_fault_in_a_model_is_located(name: str, on_demand: bool) -> None:
     assert (type(found.verdict), found.op, found.module, found.location) == expected, str(found)
     # What a checkpoint computes again is no call of the program.
     run = current_runtime()
-    assert on_demand or (run is not None and len(run.overflows.recorder.step.calls) == 1)
+    assert on_demand or (run is not None and len(run.overflows.recorder.step.models) == 1)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
