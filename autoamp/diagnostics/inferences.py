@@ -36,13 +36,11 @@ class InferenceCall(NamedTuple):
 
     Attributes:
         kind: The class of the model.
-        step: What is recorded of it; None if it is not.
-        recorded: Ends the record.
+        recorded: Ends the record of the call; None if it is not recorded.
     """
 
     kind: type[Module]
-    step: RecordedStep | None
-    recorded: contextlib.ExitStack
+    recorded: contextlib.ExitStack | None
 
 
 class Inferences:
@@ -96,19 +94,20 @@ class Inferences:
     def begin(self, module: Module, args: Any, kwargs: Any) -> InferenceCall:
         """Begin a call; it is recorded if an earlier one gave inf or nan."""
         self.calls += 1
-        step, recorded = None, contextlib.ExitStack()
+        recorded = None
         if self._recorded:
             self._recorded -= 1
-            step = recorded.enter_context(self._recorder.one_step())
+            recorded = contextlib.ExitStack()
+            recorded.enter_context(self._recorder.one_step())
             self._recorder.record_call(module, args, kwargs)
-        return InferenceCall(type(unwrapped(module)), step, recorded)
+        return InferenceCall(type(unwrapped(module)), recorded)
 
     def end(self, call: InferenceCall, outputs: Any) -> None:
         """Look at the outputs of a call; None if it raised."""
-        if call.step is not None:
+        if call.recorded is not None:
             self._recorder.stop()
         tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
-        with call.recorded:
+        with call.recorded or contextlib.nullcontext():
             if not tensors or call.kind in self._on_purpose:
                 return
             with undisturbed():
@@ -116,12 +115,19 @@ class Inferences:
                 wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
                 flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
                 flag = flag.isfinite().logical_not()
-            if call.step is None and self._unread.serves(flag.device):
+            if call.recorded is None and self._unread.serves(flag.device):
                 self._unread.add(flag, functools.partial(self._known, call.kind), urgent=True)
-            elif bool(flag):
-                self._known(call.kind, True)
-                if call.step is not None:
-                    self._explain_call(call.kind, call.step, tensors)
+                return
+            self._known(call.kind, bool(flag))
+            if call.recorded is None or not bool(flag):
+                return
+            self._recorded, found = 0, self._explain(self._recorder.step, tensors)
+            if found is None:
+                self._on_purpose.add(call.kind)
+                self._nonfinite, self._model = 0, ""
+            else:
+                self.found.append(found)
+                log.warning("%s", self.sentence)
 
     def _known(self, kind: type, is_nonfinite: bool) -> None:
         """Take note of a call whose outputs are known."""
@@ -130,13 +136,3 @@ class Inferences:
             self._model = self._model or kind.__name__
             if not self.found:
                 self._recorded = _RECORDED
-
-    def _explain_call(self, kind: type, step: RecordedStep, outputs: list[Tensor]) -> None:
-        found = self._explain(step, outputs)
-        self._recorded = 0
-        if found is None:
-            self._on_purpose.add(kind)
-            self._nonfinite, self._model = 0, ""
-        else:
-            self.found.append(found)
-            log.warning("%s", self.sentence)

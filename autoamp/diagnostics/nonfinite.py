@@ -33,34 +33,57 @@ _VECTORS = 4
 _LOWEST = 2.0**-126
 
 
-class GradScalerWatch(Subscriber):
-    """Counts the steps that a `torch.amp.GradScaler` of the program skips.
+class NonFiniteSteps(Subscriber):
+    """Looks at each step that no loss scale of autoamp checks, while the handle is active.
 
     Args:
-        optimizers: Those of the handle; they count the skips.
-
-    Attributes:
-        stepping: Whether such a scaler steps an optimizer now: it has checked the gradients.
+        optimizers: Those of the handle, with their guards; they count the skips.
+        overflows: Explains such steps.
+        action: What to do with a step whose gradients or loss hold inf or nan: ``"warn"``, ``"raise"`` or ``"skip"``.
     """
 
-    def __init__(self, optimizers: GuardedOptimizers) -> None:
-        self.stepping = False
+    keeps = 1000
+
+    def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
         self._optimizers = optimizers
-        self._skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
+        self._overflows = overflows
+        self._action = action
+        self._sentences: list[str] = []
+        self._total = self._in_a_row = 0
+        self._told: set[Any] = set()
         self._unread = UnreadFlags()
-        # Set as the optimizer is called; the flag is there where the optimizer itself skips, as fused ones do.
-        self._called = False
+        # Whether a `GradScaler` of the program steps an optimizer now, and whether it has called that. The flag is
+        # there if the optimizer itself skips, as fused ones do.
+        self._scaler_steps = self._called = False
         self._flag: Tensor | None = None
+        self._skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
+
+    def started(self) -> None:
+        """Look at each step from now on."""
+        self._optimizers.undoes_steps = self._action != "warn"
+
+    def stopped(self) -> None:
+        """Wait for the flags that were not read."""
+        self._optimizers.undoes_steps = False
+        self.catch_up()
 
     def catch_up(self) -> None:
         """Learn what became of the last steps where only the device knows it; waits for the device."""
         self._unread.catch_up()
 
-    def optimizer_called(self, optimizer: Any) -> None:
-        """Take note that an optimizer is called, which only counts within the scaler's ``step``."""
-        self._called = True
-        flag = getattr(optimizer, "found_inf", None)
-        self._flag = self._optimizers.step_stats.last.flag = flag if isinstance(flag, Tensor) else None
+    @property
+    def total(self) -> int:
+        """How many steps had gradients or a loss with inf or nan. Waits as `catch_up` does."""
+        self.catch_up()
+        return self._total
+
+    @property
+    def sentences(self) -> Sequence[str]:
+        """What is known of the first of these steps. Waits as `catch_up` does."""
+        self.catch_up()
+        return tuple(self._sentences)
+
+    # -- under a `GradScaler` of the program --
 
     def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
         """Take note of a loss that is scaled."""
@@ -83,14 +106,14 @@ class GradScalerWatch(Subscriber):
         """Return a ``step`` that is counted."""
 
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.stepping or not self_.is_enabled() or torch.compiler.is_dynamo_compiling():
+            if self._scaler_steps or not self_.is_enabled() or torch.compiler.is_dynamo_compiling():
                 return original(self_, optimizer, *args, **kwargs)
             self._optimizers.step_stats.own_scale = _LazyScale(self_)
-            self.stepping, self._called, self._flag = True, False, None
+            self._scaler_steps, self._called, self._flag = True, False, None
             try:
                 result = original(self_, optimizer, *args, **kwargs)
             finally:
-                self.stepping = False
+                self._scaler_steps = False
             self._count(self_, optimizer)
             return result
 
@@ -112,60 +135,14 @@ class GradScalerWatch(Subscriber):
             self._unread.add(flag, functools.partial(_tell_late, skips, skips.step, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):
             scale = scaler.get_scale()
-            skips.end(skips.step, _scaler_after(scale * scaler.get_backoff_factor()), scale)
+            after = StaticLossScaler(max(scale * scaler.get_backoff_factor(), _LOWEST))
+            skips.end(skips.step, after, scale)
         elif guard is None and not skips.step.skipped:
             skips.end(skips.step)
         if not self._called:
             self._optimizers.program.tell(Subscriber.step_ended, skips.step)
 
-
-class NonFiniteSteps(Subscriber):
-    """Looks at the gradients of each step that no loss scale checks, while the handle is active.
-
-    Args:
-        optimizers: Those of the handle, with their guards.
-        overflows: Explains such steps.
-        action: What to do with such a step: ``"warn"``, ``"raise"`` or ``"skip"``.
-
-    Attributes:
-        grad_scaler_watch: Counts the skips of the program's own `GradScaler`.
-    """
-
-    keeps = 1000
-
-    def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
-        self._overflows = overflows
-        self._action = action
-        self.grad_scaler_watch = GradScalerWatch(optimizers)
-        self._optimizers = optimizers
-        self._sentences: list[str] = []
-        self._total = self._in_a_row = 0
-        self._told: set[Any] = set()
-        self._unread = UnreadFlags()
-
-    def started(self) -> None:
-        """Look at each step from now on."""
-        self._optimizers.undoes_steps = self._action != "warn"
-
-    def stopped(self) -> None:
-        """Wait for the flags that were not read."""
-        self._optimizers.undoes_steps = False
-        self._unread.catch_up()
-        self.grad_scaler_watch.catch_up()
-
-    @property
-    def total(self) -> int:
-        """How many steps had gradients or a loss with inf or nan. Waits as `sentences` does."""
-        self._unread.catch_up()
-        return self._total
-
-    @property
-    def sentences(self) -> Sequence[str]:
-        """What is known of the first of these steps. Waits for the device where that alone knows of the last ones."""
-        self._unread.catch_up()
-        return tuple(self._sentences)
-
-    # -- a step --
+    # -- without a loss scale --
 
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at a step with casts off; see `_look`."""
@@ -177,17 +154,17 @@ class NonFiniteSteps(Subscriber):
 
         NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``.
         """
-        self.grad_scaler_watch.optimizer_called(optimizer)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return False
-        if getattr(optimizer, "found_inf", None) is not None:
+        flag = getattr(optimizer, "found_inf", None)
+        self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
+        self._optimizers.step_stats.last.flag = self._flag
+        if flag is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return False
         step, waits, grads = self._overflows.recorder.step, self._action != "warn", []
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (waits and several_processes())
-        if self.grad_scaler_watch.stepping or (guard is not None and guard.pending.resolved):
+        if self._scaler_steps or (guard is not None and guard.pending.resolved):
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
-            asked = waits or self._overflows.always or self.grad_scaler_watch.stepping
+            asked = waits or self._overflows.always or self._scaler_steps
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]
         else:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
@@ -209,7 +186,7 @@ class NonFiniteSteps(Subscriber):
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
-        unchecked = [] if self.grad_scaler_watch.stepping else named_params(optimizer)
+        unchecked = [] if self._scaler_steps else named_params(optimizer)
         named = ((name, param.grad) for name, param in unchecked if param.grad is not None)
         # The sum of large finite squares is inf as well.
         if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
@@ -266,15 +243,6 @@ class NonFiniteSteps(Subscriber):
         self._total += 1
         if len(self._sentences) < self.keeps:
             self._sentences.append(sentence)
-        told = f"{sentence}; {self._remedy(overflow)}"
-        place = None if overflow is None else overflow.place
-        if self._action != "raise" and place not in self._told:
-            self._told |= {None, place}
-            warn_user(f"{told}. Others are counted")
-        return told
-
-    def _remedy(self, overflow: Overflow | None) -> str:
-        """Return what to do: about the cause where that is known, else how to get to know it."""
         advice = "look at the data, the loss and the learning rate"
         if overflow is None:
             advice += (
@@ -284,7 +252,12 @@ class NonFiniteSteps(Subscriber):
             advice = overflow.suggestion
         if self._action == "warn":
             advice += "; on_nonfinite='skip' skips such steps, 'raise' stops before them"
-        return advice
+        told = f"{sentence}; {advice}"
+        place = None if overflow is None else overflow.place
+        if self._action != "raise" and place not in self._told:
+            self._told |= {None, place}
+            warn_user(f"{told}. Others are counted")
+        return told
 
 
 def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:
@@ -312,13 +285,9 @@ class _LazyScale:
         return float(self._scaler.get_scale())
 
 
-def _scaler_after(scale: float) -> StaticLossScaler:
-    return StaticLossScaler(max(scale, _LOWEST))
-
-
 def _tell_late(skips: Skips, step: Step, reference: weakref.ref[Any], skipped: bool) -> None:
     """Count a step that was taken earlier. By now the scaler has been updated once for it."""
     scaler = reference()
     scale = scaler.get_scale() if skipped and scaler is not None else 1.0
     backoff = 1.0 if scaler is None else scaler.get_backoff_factor()
-    skips.end(step, _scaler_after(scale) if skipped else None, scale / backoff, late=True)
+    skips.end(step, StaticLossScaler(max(scale, _LOWEST)) if skipped else None, scale / backoff, late=True)

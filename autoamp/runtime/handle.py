@@ -204,7 +204,7 @@ class BaseHandle(TrainingHandle):
         `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
         """
         run, counts = self._runtime, self._runtime.optimizers.step_stats
-        run.nonfinite.grad_scaler_watch.catch_up()
+        run.nonfinite.catch_up()
         # Waits for the device: only then scalers know of the last steps.
         skipped = counts.skipped
         # Scalers of a handle that guards no optimizer say nothing.

@@ -93,7 +93,6 @@ class Runtime:
             self.auto_scaling,
             recorder,
             self.overflows,
-            self.nonfinite.grad_scaler_watch,
             self.nonfinite,
             # After all that counts or changes a step.
             self.followers,
