@@ -10,12 +10,12 @@ import builtins
 import collections
 import contextlib
 import dis
+import functools
 import logging
 import pathlib
 import random
 import types
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy
@@ -31,11 +31,12 @@ _LIBRARIES = frozenset(
 _SAFE = (
     Tensor, Module, torch.Generator, torch.memory_format, numpy.ndarray, numpy.generic, pathlib.PurePath,
     types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, logging.Logger,
+    property, classmethod, staticmethod, tuple,
 )  # fmt: skip
 # What these names do outside of the process, or to objects whose contents are not known, is not undone.
 _WRITERS = frozenset(
-    ("open", "print", "input", "exec", "eval", "setattr", "delattr", "write", "writelines", "write_text", "write_bytes",
-     "put", "send", "sendall", "dump", "save", "savez", "tofile", "flush")
+    ("open", "print", "input", "exec", "eval", "globals", "setattr", "delattr", "write", "writelines", "write_text",
+     "write_bytes", "put", "send", "sendall", "dump", "save", "savez", "tofile", "flush")
 )  # fmt: skip
 # They get their contents back. Classes of a program's own may refuse to be cleared.
 _CONTAINERS = (dict, collections.OrderedDict, collections.defaultdict, set, list, collections.deque)
@@ -53,12 +54,12 @@ class KeptState:
     def __init__(self) -> None:
         self._modules: set[Module] = set()
         self._undo: list[Callable[[], object]] = [
-            partial(torch.set_rng_state, torch.get_rng_state()),
-            partial(random.setstate, random.getstate()),
-            partial(numpy.random.set_state, numpy.random.get_state()),
+            functools.partial(torch.set_rng_state, torch.get_rng_state()),
+            functools.partial(random.setstate, random.getstate()),
+            functools.partial(numpy.random.set_state, numpy.random.get_state()),
         ]
         if torch.cuda.is_initialized():
-            self._undo.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+            self._undo.append(functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
 
     def keep(self, module: Module) -> None:
         """Keep the attributes of a module and of those within it."""
@@ -66,17 +67,17 @@ class KeptState:
             own = vars(each)
             for value in (own, *own.values()):
                 if type(value) in _CONTAINERS:
-                    self._undo.append(partial(_refill, value, value.copy()))
+                    self._undo.append(functools.partial(_refill, value, value.copy()))
                 elif isinstance(value, torch.Generator):
-                    self._undo.append(partial(value.set_state, value.get_state()))
+                    self._undo.append(functools.partial(value.set_state, value.get_state()))
                 elif isinstance(value, numpy.ndarray):
-                    self._undo.append(partial(numpy.copyto, value, value.copy()))
+                    self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
             buffers = list(each.buffers(recurse=False))
             for tensor in (*each.parameters(recurse=False), *buffers):
-                self._undo.append(partial(_give_memory, tensor, tensor.data))
+                self._undo.append(functools.partial(_give_memory, tensor, tensor.data))
             for buffer in buffers:
                 # Not counted as a write: a graph that is kept for another backward pass stays valid.
-                self._undo.append(partial(_write_data, buffer, buffer.detach().clone()))
+                self._undo.append(functools.partial(_write_data, buffer, buffer.detach().clone()))
             self._modules.add(each)
 
     def restore(self) -> None:
@@ -102,22 +103,88 @@ def _write_data(tensor: Tensor, values: Tensor) -> None:
 
 def why_not_again(module: Module) -> str | None:
     """Return why calling a module once more is not safe; None if it is."""
+    known: set[Any] = set()
     for part in module.modules():
-        hooks = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
-        for hook in (hook for each in hooks for hook in each.values()):
-            # Those of torch normalize weights.
-            if not _is_of_library(hook):
-                return f"{type(part).__name__} has hooks of the program, which would run again"
-    known: set[types.CodeType] = set()
-    for part in module.modules():
-        if not _is_of_library(type(part)):
-            for function in _functions_of(type(part), "forward"):
-                if name := _unsafe_name(function, part, known):
-                    return (
-                        f"{type(part).__name__} uses {name}, so that it is not called again: what a second call "
-                        "would write could not be undone"
-                    )
+        for name in _unsafe_in(part, known):
+            why = "what a second call would write could not be undone"
+            return f"{type(part).__name__} uses {name}, so that it is not called again: {why}"
     return None
+
+
+def _unsafe_in(module: Module, known: set[Any]) -> Iterator[str]:
+    """Yield what a call of a module uses that cannot be undone, but for calls of modules within it."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    # Those of torch normalize weights.
+    if not all(_is_of_library(hook) for each in hooks for hook in each.values()):
+        yield "hooks of the program"
+    for function in _functions_of(type(module), "forward"):
+        yield from _unsafe_names(function, module, known)
+
+
+def _unsafe_names(function: types.FunctionType, module: Module | None, known: set[Any]) -> Iterator[str]:
+    """Yield the names in a function, and in those of the program that it uses, whose use cannot be undone.
+
+    Args:
+        function: The function.
+        module: The module whose method it is, if it is one.
+        known: The functions that were looked at, with their modules.
+    """
+    if (function, module) in known or _is_of_library(function):
+        return
+    known.add((function, module))
+    if any(map(_is_shared, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()))):
+        yield f"a default of {function.__name__}"
+    for code in _codes(function.__code__):
+        steps = list(dis.get_instructions(code))
+        stores = any(step.opname in ("STORE_ATTR", "DELETE_ATTR") for step in steps)
+        for step in steps:
+            name = str(step.argval)
+            is_outer = step.opname.endswith("_GLOBAL") or name in function.__code__.co_freevars
+            if name in _WRITERS or (is_outer and not step.opname.startswith("LOAD_")):
+                yield name
+            for value, is_own in _values_of(step, function, module):
+                # The contents of modules are put back, and what an operator writes to a tensor.
+                if not _is_safe(value) or (_is_shared(value) and not is_own):
+                    yield name
+                # It may store an attribute of the class.
+                if stores and (value is type or (isinstance(value, type) and not _is_of_library(value))):
+                    yield name
+                if isinstance(value, Module):
+                    for part in value.modules():
+                        yield from _unsafe_in(part, known)
+                for inner in _functions_of(value) if isinstance(value, type) else [value]:
+                    if isinstance(inner, types.FunctionType):
+                        yield from _unsafe_names(inner, module if "GLOBAL" not in step.opname else None, known)
+
+
+def _values_of(
+    step: dis.Instruction, function: types.FunctionType, module: Module | None
+) -> Iterator[tuple[Any, bool]]:
+    """Yield what an instruction may load by a name, with what that consists of, and whether it is the module's own."""
+    name, is_own = step.argval, False
+    values: list[Any] = []
+    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        values = [function.__globals__.get(name, getattr(builtins, name, None))]
+    elif step.opname.startswith("LOAD_") and name in function.__code__.co_freevars:
+        # Without contents there is nothing to write to.
+        with contextlib.suppress(ValueError):
+            values = [(function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents]
+    elif step.opname.startswith("LOAD_") and step.opcode in dis.hasname and module is not None:
+        is_own = name in vars(module)
+        kinds = [vars(kind) for kind in type(module).__mro__]
+        values = [vars(module)[name]] if is_own else [kind[name] for kind in kinds if name in kind]
+    own = len(values) if is_own else 0
+    # They grow by what they consist of. The contents of a container within another one are not put back.
+    for number, value in enumerate(values):
+        yield value, number < own
+        if isinstance(value, (functools.partial, functools.cached_property)):
+            values += [value.func, *getattr(value, "args", ()), *getattr(value, "keywords", {}).values()]
+        elif isinstance(value, types.MethodType):
+            values += [value.__self__, value.__func__]
+        elif isinstance(value, (property, classmethod, staticmethod)):
+            values.append(value.fget if isinstance(value, property) else value.__func__)
+        elif isinstance(value, (tuple, *_CONTAINERS)):
+            values.extend(value.values() if isinstance(value, dict) else value)
 
 
 def _is_of_library(value: Any) -> bool:
@@ -128,52 +195,9 @@ def _functions_of(kind: type, *names: str) -> Iterator[types.FunctionType]:
     """Yield functions of a class of the program, all if no names are given."""
     for base in kind.__mro__:
         for name, value in vars(base).items() if not _is_of_library(base) and base is not object else ():
-            function = getattr(value, "__func__", value)
+            function = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(function, types.FunctionType) and (not names or name in names):
                 yield function
-
-
-def _unsafe_name(function: types.FunctionType, module: Module | None, known: set[types.CodeType]) -> str | None:
-    """Return the first name in a function, and in those of the program that it uses, whose use cannot be undone."""
-    if function.__code__ in known:
-        return None
-    known.add(function.__code__)
-    outer = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        # Without contents there is nothing to write to.
-        with contextlib.suppress(ValueError):
-            outer[name] = cell.cell_contents
-    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        if _is_shared(value):
-            return f"a default of {function.__name__}"
-    for code in _codes(function.__code__):
-        steps = list(dis.get_instructions(code))
-        stores = any(step.opname in ("STORE_ATTR", "DELETE_ATTR") for step in steps)
-        for step in steps:
-            name, value = str(step.argval), None
-            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") or name in _WRITERS:
-                return name
-            is_outer = True
-            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                value = function.__globals__.get(name, getattr(builtins, name, None))
-            elif step.opname == "LOAD_DEREF":
-                value = outer.get(name)
-            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and module is not None:
-                is_outer = name not in vars(module)
-                value = vars(module).get(name, getattr(type(module), name, None))
-            # The contents of modules are put back, and what an operator writes to a tensor.
-            if not _is_safe(value) or (is_outer and _is_shared(value)):
-                return name
-            # It may store an attribute of the class.
-            if stores and (value is type or (isinstance(value, type) and not _is_of_library(value))):
-                return name
-            used = [value] if isinstance(value, types.FunctionType) else []
-            used += _functions_of(value) if isinstance(value, type) else []
-            for inner in used:
-                owner = module if step.opname in ("LOAD_ATTR", "LOAD_METHOD") else None
-                if not _is_of_library(inner) and (found := _unsafe_name(inner, owner, known)):
-                    return found
-    return None
 
 
 def _is_shared(value: Any) -> bool:
@@ -189,10 +213,5 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _is_safe(value: Any) -> bool:
-    """Whether `KeptState` puts a value back, or nothing can be written to it."""
-    if isinstance(value, (*_SAFE, property, classmethod, staticmethod)) or type(value) in PLAIN_TYPES:
-        return True
-    if type(value) in _CONTAINERS or isinstance(value, tuple):
-        items = value.values() if isinstance(value, dict) else value
-        return all(type(item) in PLAIN_TYPES or isinstance(item, _SAFE) for item in items)
-    return _is_of_library(value)
+    """Whether `KeptState` puts a value back, or nothing can be written to it but to what it consists of."""
+    return isinstance(value, _SAFE) or type(value) in (*_CONTAINERS, *PLAIN_TYPES) or _is_of_library(value)
