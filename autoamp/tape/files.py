@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from typing import IO, Any
 
 import torch
@@ -15,7 +14,6 @@ from autoamp.tape.rerun import typed
 from autoamp.tensors import PLAIN_TYPES
 from autoamp.torch_private import OpOverload, undisturbed
 
-_FORMAT, _VERSION = "autoamp.tape", 4
 _PHASES = ("forward", "backward", "recomputation")
 # Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.
 _NAMESPACES = ("aten", "mkldnn", "torchvision")
@@ -51,10 +49,8 @@ def save_tape(tape: Tape, path: str | os.PathLike[str] | IO[bytes]) -> None:
             given = _written([event.args, event.kwargs, event.outputs])
             flags = [event.grad, event.phase, event.is_recorded, event.is_seed]
             events.append(["op", event.func.name(), *given, event.place, *flags])
-    about = {"format": _FORMAT, "version": _VERSION, "torch": torch.__version__.split("+")[0]}
-    torch.save(
-        {**about, "events": events, "named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype}, path
-    )
+    about = {"named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype}
+    torch.save({**about, "events": events}, path)
 
 
 def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
@@ -63,25 +59,13 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
     Where the machine has no accelerator its tensors are put on the CPU.
 
     Raises:
-        TapeError: The file is no tape, is damaged, has a newer format or an operator that this torch lacks.
+        TapeError: The file is no tape, is damaged, or has an operator that this torch lacks.
     """
-    shown = repr(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else "the file"
-    place = None if torch.accelerator.is_available() else "cpu"
-    try:
-        with torch.serialization.safe_globals(_TUPLES):
-            found = torch.load(path, weights_only=True, map_location=place)
-    except OSError as error:
-        raise TapeError(f"{shown} cannot be read: {error.strerror}") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as bad:
-        raise TapeError(f"{shown} is not a tape: it is no file of plain values and tensors") from bad
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise TapeError(f"{shown} is not a tape: expected the format {_FORMAT!r}")
-    if (version := found.get("version")) != _VERSION:
-        raise TapeError(
-            f"{shown} has version {version!r} of the format, expected {_VERSION}; use the autoamp that wrote it"
-        )
     tape = Tape()
     try:
+        with torch.serialization.safe_globals(_TUPLES):
+            place = None if torch.accelerator.is_available() else "cpu"
+            found = torch.load(path, weights_only=True, map_location=place)
         for event in found["events"]:
             tape.events.append(_event(event))
         tape.named = tuple(map(_read, found["named"]))
@@ -89,7 +73,7 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
     except TapeError:
         raise
     except Exception as error:
-        raise TapeError(f"{shown} is a damaged tape: entry {len(tape.events)} is malformed") from error
+        raise TapeError(f"it is no tape, or a damaged one: entry {len(tape.events)} is malformed") from error
     return tape
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, writes_of, written
+from autoamp.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
 from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
 from autoamp.torch_private import (
     OperatorMode,
@@ -71,7 +71,6 @@ class _Traits(NamedTuple):
     may_be_random: bool
     # It computes nothing, or a later `Ref` tells what it does.
     is_left_out: bool
-    writes: bool
 
 
 @functools.cache
@@ -84,7 +83,6 @@ def _traits_of(func: Any) -> _Traits:
         torch.Tag.nondeterministic_seeded in func.tags,
         # After `set_` a tensor shows another memory.
         func.namespace == "profiler" or func.overloadpacket is torch.ops.aten.set_,
-        bool(writes_of(func)),
     )
 
 
@@ -300,9 +298,8 @@ class Recording(OperatorMode):
         read: _Read = []
         is_recorded = traits.is_collective or (traits.may_be_random and _draws(func, args))
         refs = self._refs(args, is_recorded, read), self._refs(kwargs, is_recorded, read) if kwargs else kwargs
-        if traits.writes or traits.is_collective:
-            for ref in iter_refs(refs if traits.is_collective else written(func, *refs)):
-                self._memories.keep(ref.memory)
+        for ref in iter_refs(refs if traits.is_collective else written(func, *refs)):
+            self._memories.keep(ref.memory)
         place, phase = self._place(traits.name, read)
         is_seed = self._begins_backward and func.overloadpacket is torch.ops.aten.ones_like and phase == "forward"
         return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed), read
@@ -327,17 +324,12 @@ class Recording(OperatorMode):
         raise _NotOnTape(f"an argument is a {type(value).__name__}")
 
     def _end(self, op: Op, read: _Read, args: Any, kwargs: Any, result: Any) -> None:
-        traits, computes = _traits_of(op.func), False
-        if traits.writes or traits.is_collective:
-            changed = [tensor for tensor, _ in read] if traits.is_collective else written(op.func, args, kwargs)
-            for tensor in iter_tensors(changed):
-                self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
-                computes = True
+        traits, seen = _traits_of(op.func), {memory for _, memory in read}
+        changed = [tensor for tensor, _ in read] if traits.is_collective else written(op.func, args, kwargs)
+        for tensor in iter_tensors(changed):
+            self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
         op.outputs = self._results(result, op.is_recorded)
-        if not computes:
-            seen = {memory for _, memory in read}
-            computes = any(ref.memory not in seen for ref in iter_refs(op.outputs))
-        if computes:
+        if changed or any(ref.memory not in seen for ref in iter_refs(op.outputs)):
             if traits.name == "aten::native_dropout":
                 # In fp32 it runs again by its mask, which has to be known by then.
                 self._refs(result, True, [])

@@ -53,8 +53,6 @@ class Evil:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda found: found.update(format="other"), "expected the format 'autoamp.tape'"),
-        (lambda found: found.update(version=1), "has version 1 of the format, expected 4"),
         (lambda found: found.pop("events"), "entry 0 is malformed"),
         (lambda found: found["events"].insert(0, ["load", "x"]), "entry 0 is malformed"),
         (lambda found: first_op(found).__setitem__(1, "aten::nothing\x1b"), r"'aten::nothing\\x1b', which torch"),
@@ -75,16 +73,14 @@ def test_damaged_file(saved: Path, change: Any, message: str) -> None:
 @pytest.mark.parametrize("content", [b"", b"not a file of torch", pickle.dumps(Evil(), 2), pickle.dumps([1], 2)])
 def test_other_files(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.tape").write_bytes(content)
-    with pytest.raises(TapeError, match="is not a tape"):
+    with pytest.raises(TapeError, match="is no tape"):
         load_tape(tmp_path / "a.tape")
 
 
 def test_pickle_of_a_stranger_runs_nothing(tmp_path: Path) -> None:
-    torch.save({"format": "autoamp.tape", "version": 1, "events": [Evil()]}, tmp_path / "a.tape")
-    with pytest.raises(TapeError, match="is not a tape"):
+    torch.save({"events": [Evil()]}, tmp_path / "a.tape")
+    with pytest.raises(TapeError, match="is no tape"):
         load_tape(tmp_path / "a.tape")
-    with pytest.raises(TapeError, match="cannot be read: No such file"):
-        load_tape(tmp_path / "b.tape")
 
 
 def test_reference_beyond_a_memory(saved: Path) -> None:
