@@ -11,7 +11,7 @@ from torch import Tensor
 from autoamp.errors import TapeError
 from autoamp.tape.contents import Load, Named, Op, Place, Ref, Seed, Tape, iter_refs
 from autoamp.tape.rerun import typed
-from autoamp.tensors import PLAIN_TYPES
+from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import OpOverload, undisturbed
 
 _PHASES = ("forward", "backward", "recomputation")
@@ -69,7 +69,9 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
         for event in found["events"]:
             tape.events.append(_event(event))
         tape.named = tuple(map(_read, found["named"]))
-        tape.scale, tape.half_dtype = float(found["scale"]), _read(found["half_dtype"])
+        tape.scale, tape.half_dtype = float(found["scale"]), found["half_dtype"]
+        if tape.half_dtype not in HALF_DTYPES:
+            raise ValueError(tape.half_dtype)
     except TapeError:
         raise
     except Exception as error:

@@ -17,11 +17,8 @@ import torch
 from autoamp.cli import main
 from tests.diagnostics.report.runs import train
 
-FINDING = {
-    "format": 6, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}, "scale": 1.0,
-    "half_dtype": "float16", "named": [],
-}  # fmt: skip
-TAPE = {"format": "autoamp.tape", "version": 3, "events": []}
+FINDING = {"format": 7, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}}
+TAPE = {"events": [], "named": (), "scale": 1.0, "half_dtype": torch.float16}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -119,15 +116,15 @@ def saved(value: Any) -> bytes:
         ("{", b"", "no capsule"),
         ("[]", b"", "no capsule"),
         (b"\xff\xfe", b"", "no capsule"),
-        (json.dumps({"format": 5}), b"", "has format 5 of capsules"),
-        (json.dumps({"format": 6}), saved(TAPE), "is a damaged capsule"),
+        (json.dumps({"format": 6}), b"", "has format 6 of capsules"),
+        (json.dumps({"format": 7}), saved(TAPE), "is a damaged capsule"),
         (json.dumps({**FINDING, "versions": 3}), saved(TAPE), "is a damaged capsule"),
         (json.dumps(FINDING), b"", "cannot load"),
         (json.dumps(FINDING), b"text", "cannot load"),
         (json.dumps(FINDING), saved([1, 2]), "cannot load"),
         (json.dumps(FINDING), saved({**TAPE, "events": 3}), "cannot load"),
-        (json.dumps({**FINDING, "named": [{"kind": "input"}]}), saved(TAPE), "is a damaged capsule"),
-        (json.dumps({**FINDING, "half_dtype": "nn"}), saved(TAPE), "is a damaged capsule"),
+        (json.dumps(FINDING), saved({**TAPE, "named": [{"kind": "input"}, object]}), "cannot load"),
+        (json.dumps(FINDING), saved({**TAPE, "half_dtype": torch.int8}), "cannot load"),
     ],
 )
 def test_wrong_capsules_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -34,26 +35,54 @@ def test_write_that_torch_counts_and_no_operator_made() -> None:
     assert tape.incomplete == "a tensor was written to, and no operator of this thread did that"
 
 
-def test_write_in_another_thread_to_a_result() -> None:
-    with record() as tape:
-        x = torch.ones(3) * 2
-        write_in_another_thread(x)
-        y = x * 2
-    assert torch.equal(last_value(tape, y), torch.full((3,), 6.0))
+def result_of_another_thread() -> list[torch.Tensor]:
+    x = torch.ones(3) * 2
+    write_in_another_thread(x)
+    return [x * 2]
 
 
-def test_tensor_and_its_data_are_one_memory() -> None:
+def tensor_and_its_data() -> list[torch.Tensor]:
     x = torch.ones(3)
     x.add_(1).add_(1)
-    data = x.data
+    # torch counts writes to the two apart: 0 and 2.
+    before, between = x.data * 2, x * 2
+    x.add_(1)
+    return [before, between, x.data * 2]
+
+
+def random_result_that_is_written_to() -> list[torch.Tensor]:
+    noise = torch.rand(5)
+    noise[1:].mul_(2)
+    return [noise + 1]
+
+
+def tensor_that_shows_another_memory() -> list[torch.Tensor]:
+    x, y = torch.zeros(3), torch.arange(3.0)
+    before = x * 2
+    x.set_(y.untyped_storage(), 0, (3,), (1,))
+    after = x * 2
+    x.add_(1)
+    return [before, after]
+
+
+def memory_that_is_not_initialized() -> list[torch.Tensor]:
+    x = torch.empty(1000, dtype=torch.float16)
+    x[:500] = 1
+    return [x[:500].sum()]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        result_of_another_thread, tensor_and_its_data, random_result_that_is_written_to,
+        tensor_that_shows_another_memory, memory_that_is_not_initialized,
+    ],
+)  # fmt: skip
+def test_a_rerun_has_the_values_of_the_program(program: Callable[[], list[torch.Tensor]]) -> None:
     with record() as tape:
-        # torch counts writes to the two apart: 0 and 2.
-        before = data * 2
-        between = x * 2
-        x.add_(1)
-        after = data * 2
-    for value, expected in ((before, 6.0), (between, 6.0), (after, 8.0)):
-        assert last_value(tape, value).tolist() == [expected] * 3
+        results = program()
+    assert tape.incomplete is None
+    assert all(torch.equal(last_value(tape, result), result) for result in results)
 
 
 def test_random_result_that_is_written_to_afterwards() -> None:
@@ -63,15 +92,6 @@ def test_random_result_that_is_written_to_afterwards() -> None:
     noise.add_(1)
     with pytest.raises(CannotRerun, match="written to since"):
         Rerun(tape).finish()
-
-
-def test_random_result_that_is_written_to() -> None:
-    with record() as tape:
-        noise = torch.rand(5)
-        noise[1:].mul_(2)
-        result = noise + 1
-    assert torch.equal(last_value(tape, result), result)
-    assert {op.name for op in tape.ops if op.is_recorded} == {"aten::rand"}
 
 
 def test_tensors_without_values_are_left_out() -> None:
@@ -126,18 +146,6 @@ def test_writes_are_undone_after_an_operator_that_is_missing() -> None:
     assert tape.incomplete is not None
     tape.undo()
     assert not x.any()
-
-
-def test_tensor_that_shows_another_memory() -> None:
-    x, y = torch.zeros(3), torch.arange(3.0)
-    with record() as tape:
-        before = x * 2
-        x.set_(y.untyped_storage(), 0, (3,), (1,))
-        after = x * 2
-        x.add_(1)
-    assert tape.incomplete is None
-    assert last_value(tape, before).tolist() == [0.0] * 3
-    assert last_value(tape, after).tolist() == [0.0, 2.0, 4.0]
 
 
 def test_write_after_the_data_of_a_tensor_was_replaced() -> None:

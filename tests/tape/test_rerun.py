@@ -55,17 +55,6 @@ def test_mask_of_minus_inf_and_of_the_lowest_half_number() -> None:
     assert torch.allclose(last_value(tape, result, everything), result, atol=1e-3)
 
 
-def test_memory_that_is_not_initialized() -> None:
-    with record() as tape:
-        x = torch.empty(1000, dtype=torch.float16)
-        x[:500] = 1
-        y = x[:500].sum()
-    for op, _, results in Rerun(tape):
-        if op.is_empty:
-            assert not results.any()
-    assert last_value(tape, y).item() == 500
-
-
 class Refuses(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise AssertionError(func)
