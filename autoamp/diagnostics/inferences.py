@@ -48,16 +48,14 @@ class Inferences:
 
     Args:
         recorder: Records calls.
-        explain: Explains a recorded call by the tape; None if inf was written on purpose.
+        explain: Explains a recorded call by the tape, with its outputs as losses; None if inf was written on purpose.
 
     Attributes:
         calls: The number of calls.
         found: What made inf or nan, in the order in which it was found.
     """
 
-    def __init__(
-        self, recorder: StepRecorder, explain: Callable[[RecordedStep, list[Tensor]], Overflow | None]
-    ) -> None:
+    def __init__(self, recorder: StepRecorder, explain: Callable[[RecordedStep], Overflow | None]) -> None:
         self.calls = 0
         self.found: list[Overflow] = []
         self._recorder = recorder
@@ -121,7 +119,9 @@ class Inferences:
             self._known(call.kind, bool(flag))
             if call.recorded is None or not bool(flag):
                 return
-            self._recorded, found = 0, self._explain(self._recorder.step, tensors)
+            step = self._recorder.step
+            step.loss_refs = list(map(step.tape.find, tensors))
+            self._recorded, found = 0, self._explain(step)
             if found is None:
                 self._on_purpose.add(call.kind)
                 self._nonfinite, self._model = 0, ""

@@ -84,9 +84,7 @@ class KeptTensor:
     def as_input(self) -> Tensor:
         """Return the tensor as an input, which requires gradients if it did."""
         tensor = self.get("an input")
-        if not self.needs_grad or tensor.requires_grad:
-            return tensor
-        return tensor.detach().requires_grad_()
+        return tensor.detach().requires_grad_() if self.needs_grad and not tensor.requires_grad else tensor
 
 
 class KeptCall:

@@ -76,7 +76,9 @@ class OverflowTrace(Subscriber):
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = StepRecorder(casts, always=always)
         if always:
-            self.recorder.inferences = Inferences(self.recorder, self._explain_inference)
+            self.recorder.inferences = Inferences(
+                self.recorder, lambda step: self._found(self._look_at_outputs, step, 1.0)
+            )
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
@@ -306,10 +308,6 @@ class OverflowTrace(Subscriber):
         origins = [origin for ref in step.loss_refs if (origin := half.origin_of(ref)) is not None]
         # As in masked scores that a model returns.
         return None if all(one.intended for one in origins) else self._look_at_tape(step, scale)
-
-    def _explain_inference(self, step: RecordedStep, outputs: Sequence[Tensor]) -> Overflow | None:
-        step.loss_refs = list(map(step.tape.find, outputs))
-        return self._found(self._look_at_outputs, step, 1.0)
 
     def explain_loss(self, compute_loss: Callable[[], Any], scale: float) -> Overflow | None:
         """Return the first overflow of a loss and its gradients; see `autoamp.runtime.Handle.explain_overflow`.

@@ -251,11 +251,8 @@ def _entry_for(tape: Tape, ops: list[Op], left: Callable[[Choice, bool], float])
 def _enlarging(tape: Tape, unit: float) -> Iterator[Op]:
     """Yield the ops of the forward pass whose results are far from fp32 while what they read is not."""
     apart: dict[int, float] = {}
-    for (op, _, half), (_, _, full) in zip(Rerun(tape), Rerun(tape, everything), strict=True):
-        if op.phase == "backward" or half is None:
-            continue
+    for op, made in _errors_in_fp32(tape, everything):
         read = max((apart.get(ref.memory, 0.0) for ref in iter_refs((op.args, op.kwargs))), default=0.0)
-        made = max(map(relative_error, iter_tensors(half), iter_tensors(full)), default=0.0)
         apart.update({ref.memory: made for ref in iter_refs(op.outputs)})
         if made > max(_LARGE_UNITS * unit, _TIMES * read):
             yield op
@@ -263,6 +260,11 @@ def _enlarging(tape: Tape, unit: float) -> Iterator[Op]:
 
 def _own_error(tape: Tape, op: Op) -> float:
     """Return how far the result of an op is from fp32, computed from the same inputs."""
-    runs = zip(Rerun(tape), Rerun(tape, lambda other: other is op), strict=True)
-    half, full = next((half, full) for (one, _, half), (_, _, full) in runs if one is op)
-    return max(map(relative_error, iter_tensors(half), iter_tensors(full)), default=0.0)
+    return next(error for one, error in _errors_in_fp32(tape, lambda one: one is op) if one is op)
+
+
+def _errors_in_fp32(tape: Tape, in_fp32: Choice) -> Iterator[tuple[Op, float]]:
+    """Yield the ops of the forward pass with how far their results are from a run in which some are in fp32."""
+    for (op, _, half), (_, _, full) in zip(Rerun(tape), Rerun(tape, in_fp32), strict=True):
+        if op.phase != "backward" and half is not None:
+            yield op, max(map(relative_error, iter_tensors(half), iter_tensors(full)), default=0.0)
