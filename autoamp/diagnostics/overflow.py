@@ -103,10 +103,6 @@ class OverflowTrace(Subscriber):
         """Whether the flag of this step is to be read at once, because its ops are watched."""
         return self.recorder.step.is_watched
 
-    @property
-    def _is_recorded(self) -> bool:
-        return self.always or self.recorder.step.is_watched
-
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
         self.recorder.drop()
@@ -135,7 +131,7 @@ class OverflowTrace(Subscriber):
             return None
         # The next scale is not that of a skip that is known late, and its losses are gone.
         is_fixed = not late and scaler.loss_scale >= scale
-        is_wrong = self._is_recorded
+        is_wrong = recorded.is_recorded
         if not is_wrong:
             if _within_compiler():
                 return None
@@ -172,7 +168,7 @@ class OverflowTrace(Subscriber):
         Args:
             late: Whether it was taken earlier, and others may have been since.
         """
-        if not self._is_recorded:
+        if not self.recorder.step.is_recorded:
             self.recorder.watched_steps = WATCHED_STEPS
             if late or _within_compiler():
                 return None
@@ -214,7 +210,7 @@ class OverflowTrace(Subscriber):
         """Explain a step by its tape. If it was not recorded, the call that went wrong in it runs once more."""
         if late:
             return unlocated("the device reported the overflow after later steps had begun")
-        if self._is_recorded:
+        if step.is_recorded:
             return self._found(self._look_at_tape, step, scale)
         found = self._found(self._look_at_kept, step, scale)
         if isinstance(found.verdict, NotLocated) and found.suggestion is None:

@@ -65,6 +65,7 @@ class RecordedStep:
         grads: Gradients that are not in the ``.grad`` of their parameters.
         unscaled: The losses that have one element and no loss scale.
         scaled: The number of losses that were scaled and whose backward pass has not begun.
+        is_recorded: Whether its operators are recorded.
         is_watched: Whether the flag of the step is read at once.
         ended: Whether an optimizer was called.
     """
@@ -79,6 +80,7 @@ class RecordedStep:
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     unscaled: list[Tensor] = field(default_factory=list)
     scaled: int = 0
+    is_recorded: bool = False
     is_watched: bool = False
     ended: bool = False
     _nbytes: int = 0
@@ -171,7 +173,7 @@ class StepRecorder(Subscriber):
     def __init__(self, casts: CastState, *, always: bool) -> None:
         self._casts = casts
         self.watched_steps = int(always)
-        self.step = RecordedStep(is_watched=always)
+        self.step = RecordedStep(is_recorded=always, is_watched=always)
         self.paused = False
         self._always = always
         self._places = CallPlaces()
@@ -179,11 +181,6 @@ class StepRecorder(Subscriber):
         self._graphs = compiled_graphs()
         self.outside = OutsideCalls()
         self.inferences: Any = None
-
-    @property
-    def records(self) -> bool:
-        """Whether steps are recorded."""
-        return self._always or self.watched_steps > 0
 
     def end_step(self) -> None:
         """Mark the step as ended, and subtract it from `watched_steps` if it was watched."""
@@ -233,7 +230,7 @@ class StepRecorder(Subscriber):
         if outer is not None:
             outer.pause()
         before = self.step, self.watched_steps, self.paused, self._places
-        self.step, self.watched_steps, self.paused = RecordedStep(is_watched=True), 1, False
+        self.step, self.watched_steps, self.paused = RecordedStep(is_recorded=True, is_watched=True), 1, False
         self._places = CallPlaces(caller)
         self._record(limit=math.inf, undoes=True)
         try:
@@ -277,7 +274,8 @@ class StepRecorder(Subscriber):
         """Return the step at hand: a new one after the last has ended."""
         if self.step.ended:
             self.forget()
-            self.step = RecordedStep(is_watched=self.watched_steps > 0)
+            is_watched = self.watched_steps > 0
+            self.step = RecordedStep(is_recorded=self._always or is_watched, is_watched=is_watched)
         return self.step
 
     # -- losses and backward passes --
@@ -291,7 +289,7 @@ class StepRecorder(Subscriber):
         if self.paused:
             return
         step, is_single = self._open_step(), loss.numel() == 1
-        if not (self.records or is_single) or len(step.losses) >= _MAX_CALLS:
+        if not (step.is_recorded or is_single) or len(step.losses) >= _MAX_CALLS:
             return
         with undisturbed():
             value = loss.detach()
@@ -349,7 +347,7 @@ class StepRecorder(Subscriber):
         try:
             if not torch.is_grad_enabled():
                 kept = self.inferences.begin(module, args, kwargs)
-            elif self.records:
+            elif self._open_step().is_recorded:
                 self.record_call(module, args, kwargs)
             else:
                 kept = self._keep(module, args, kwargs)
