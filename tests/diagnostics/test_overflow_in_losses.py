@@ -10,25 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoamp.diagnostics import (
-    HalfPrecisionOp,
-    NotFiniteInFp32,
-    Overflow,
-    ScaleSearch,
-)
+from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, Overflow, ScaleSearch
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.scaling import DynamicLossScaler
-from tests.diagnostics.faults import (
-    Fault,
-    Net,
-    SteepInHalf,
-    found_in,
-    line_of,
-    mean_square,
-    started,
-    take_step,
-    train,
-)
+from tests.diagnostics.faults import Fault, Net, SteepInHalf, found_in, line_of, mean_square, started, take_step, train
 
 
 class Clone(torch.autograd.Function):

@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import (
-    HalfPrecisionOp,
-    NotFiniteInFp32,
-    NotLocated,
-    ScaleSearch,
-)
+from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, NotLocated, ScaleSearch
 from autoamp.runtime import current_runtime
 from tests.diagnostics.faults import (
     BIG_TIMES_BIG,

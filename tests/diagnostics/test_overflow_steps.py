@@ -11,23 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.diagnostics import (
-    Communication,
-    HalfPrecisionOp,
-    NotLocated,
-)
+from autoamp.diagnostics import Communication, HalfPrecisionOp, NotLocated
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import UnreadFlags
-from tests.diagnostics.faults import (
-    Net,
-    found_in,
-    line_of,
-    mean_square,
-    squared,
-    started,
-    take_step,
-)
+from tests.diagnostics.faults import Net, found_in, line_of, mean_square, squared, started, take_step
 from tests.launches import launched
 
 

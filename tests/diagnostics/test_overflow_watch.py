@@ -15,17 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import autoamp
-from tests.diagnostics.faults import (
-    Net,
-    found_in,
-    line_of,
-    mean_square,
-    modes,
-    squared,
-    started,
-    take_step,
-    train,
-)
+from tests.diagnostics.faults import Net, found_in, line_of, mean_square, modes, squared, started, take_step, train
 
 
 @pytest.mark.parametrize("traced", [True, False])
