@@ -5,13 +5,11 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, ScaleSearch
@@ -131,18 +129,6 @@ def test_a_recording_of_which_another_thread_steps() -> None:
     assert modes() == 0
 
 
-def test_an_op_that_writes_to_its_arguments_writes_once() -> None:
-    x, mean = torch.randn(5, 4), torch.zeros(4)
-
-    def loss(out: Tensor) -> Tensor:
-        normed = F.batch_norm(x, mean, torch.ones(4), torch.full((4,), 3e38), training=True)
-        return mean_square(out) * normed.abs().sum()
-
-    handle = train(Net(), loss=loss)
-    assert handle.skipped_steps == 1
-    torch.testing.assert_close(mean, 0.1 * x.mean(0))
-
-
 def test_inf_that_the_program_writes_and_that_comes_to_the_loss() -> None:
     def loss(out: Tensor) -> Tensor:
         mask = torch.zeros(4)
@@ -192,19 +178,3 @@ def test_a_model_is_exported_in_a_watched_step() -> None:
     take_step(handle, net, optimizer, x=x)
     handle.deactivate()
     assert exported.module()(x).shape == (5, 4)
-
-
-class OwnState(nn.Linear):
-    """Raises as it is pickled."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * 300 * 400)
-
-    def __getstate__(self) -> Any:
-        raise KeyboardInterrupt
-
-
-def test_a_capsule_of_any_program(tmp_path: Path) -> None:
-    """One of a loss module made for one call, and of a module that cannot be pickled: no code is in the file."""
-    train(OwnState(4, 4), loss=inline_mse, capsule=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1

@@ -71,27 +71,6 @@ def test_an_op_that_overflows_though_all_gradients_are_finite_is_named(loss_scal
     assert found["verdict"]["sentence"].startswith("mul in module 1 at ")
 
 
-def test_the_first_of_two_calls_that_overflow_is_named() -> None:
-    class Pair:
-        """Two models, each called by the program."""
-
-        def __init__(self, first: nn.Sequential, second: nn.Sequential) -> None:
-            self.first, self.second = first, second
-            nn.init.eye_(first[0].weight)  # type: ignore[arg-type]
-            nn.init.eye_(second[0].weight)  # type: ignore[arg-type]
-
-        def parameters(self) -> list[nn.Parameter]:
-            return [*self.first.parameters(), *self.second.parameters()]
-
-        def __call__(self, x: Tensor) -> Tensor:
-            out: Tensor = self.first(x) + self.second(x)
-            return out
-
-    pair = Pair(nn.Sequential(nn.Linear(8, 8), Unit()), nn.Sequential(nn.Linear(8, 8), nn.Identity(), Unit()))
-    (fault,) = report_of(pair, 500.0 + torch.rand(4, 8))["faults"]
-    assert fault["sentence"].startswith("mul in module 1 at ")
-
-
 @pytest.mark.parametrize("by_sum", [False, True])
 def test_a_mask_of_an_attention_is_no_fault(by_sum: bool) -> None:
     assert report_of(nn.Sequential(Masked(by_sum), nn.Linear(8, 8)), torch.rand(4, 8))["faults"] == []
