@@ -7,6 +7,7 @@ on. In a step that was not recorded the call of a model that went wrong may run 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import weakref
@@ -76,9 +77,8 @@ class OverflowTrace(Subscriber):
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self.recorder = StepRecorder(casts, always=always)
         if always:
-            self.recorder.inferences = Inferences(
-                self.recorder, lambda step: self._found(self._look_at_outputs, step, 1.0)
-            )
+            explain = functools.partial(self._found, self._look_at_outputs, scale=1.0)
+            self.recorder.inferences = Inferences(self.recorder, explain)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         self._steps = 0
@@ -129,20 +129,19 @@ class OverflowTrace(Subscriber):
             if not late and len(self._skips) == 1:
                 self.recorder.forget()
             return None
+        if not recorded.is_recorded and _within_compiler():
+            return None
         # The next scale is not that of a skip that is known late, and its losses are gone.
         is_fixed = not late and scaler.loss_scale >= scale
-        is_wrong = recorded.is_recorded
-        if not is_wrong:
-            if _within_compiler():
-                return None
-            searched = skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held)
-            is_wrong = is_fixed or searched or (not late and recorded.loss_is_nonfinite)
+        is_failure = is_fixed or scale == 1.0 or (not late and recorded.loss_is_nonfinite)
+        is_wrong = is_failure or (skips.in_a_row > _SEARCHES and (scale <= _LOW_SCALE or skips.has_held))
+        if not recorded.is_recorded:
             if is_wrong:
                 self.recorder.watched_steps = WATCHED_STEPS
             if late or not (is_wrong or skips.has_held):
                 return None
         found = self._explain_step(recorded, scale, late)
-        if isinstance(found.verdict, NotLocated) and not is_wrong:
+        if isinstance(found.verdict, NotLocated) and not (recorded.is_recorded or is_wrong):
             # As a rule a search for the scale.
             return None
         if is_fixed and isinstance(found.verdict, ScaleSearch):
@@ -151,13 +150,11 @@ class OverflowTrace(Subscriber):
             found = replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
             if found.op is None:
                 found = unlocated("gradients of the loss overflow in half precision; its ops were not watched")
-        if isinstance(found.verdict, NotLocated):
-            is_failure = is_fixed or scale == 1.0 or (not late and recorded.loss_is_nonfinite)
-            found = replace(found, verdict=replace(found.verdict, at_any_scale=is_failure))
         # Each cause is logged once.
         is_known = any(one.place == found.place for one in self.all)
         level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
-        found = self._noted(replace(found, loss_scale=None if math.isnan(scale) else scale), late, level)
+        found = replace(found, loss_scale=None if math.isnan(scale) else scale)
+        found = self._noted(found, late, level, at_any_scale=is_failure)
         for listener in list(self.listeners):
             listener(found)
         return found
@@ -174,10 +171,11 @@ class OverflowTrace(Subscriber):
                 return None
         return self._noted(self._explain_step(self.recorder.step, 1.0, late), late, logging.DEBUG)
 
-    def _noted(self, found: Overflow, late: bool, level: int) -> Overflow:
+    def _noted(self, found: Overflow, late: bool, level: int, *, at_any_scale: bool = False) -> Overflow:
         found = replace(found, iteration=None if late else self._steps - 1)
         if isinstance(found.verdict, NotLocated):
-            found = replace(found, verdict=replace(found.verdict, watched=WATCHED_STEPS))
+            verdict = replace(found.verdict, watched=WATCHED_STEPS, at_any_scale=at_any_scale)
+            found = replace(found, verdict=verdict)
         if isinstance(found.verdict, NotLocated) or not (self.always or isinstance(found.verdict, ScaleSearch)):
             self.recorder.watched_steps = WATCHED_STEPS
         self.all.append(found)
@@ -283,20 +281,17 @@ class OverflowTrace(Subscriber):
             scale: The loss scale.
             seeds: The gradients of its outputs, for a backward pass; none to look at its outputs.
         """
-
-        def run(step: RecordedStep) -> list[Tensor]:
+        with self._recorded(call.caller) as (step, end):
             outputs = call.run()
             if seeds:
                 pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if seed is not None]
                 self._run_backward(step, [output for output, _ in pairs], [seed for _, seed in pairs])
-            return outputs
-
-        with self._recorded(run, call.caller) as (recorded, outputs):
+            end()
             if seeds:
-                return self._look_at_tape(recorded, scale) if nonfinite_value(*recorded.grads.values()) else None
-            recorded.loss_refs = list(map(recorded.tape.find, outputs))
+                return self._look_at_tape(step, scale) if nonfinite_value(*step.grads.values()) else None
+            step.loss_refs = list(map(step.tape.find, outputs))
             look = self._look_at_outputs if isinstance(call, KeptCall) else self._look_at_tape
-            return look(recorded, 1.0)
+            return look(step, 1.0)
 
     def _look_at_outputs(self, step: RecordedStep, scale: float) -> Overflow | None:
         """Explain inf or nan in the outputs of a call, which are its losses; None if it was written on purpose."""
@@ -312,8 +307,8 @@ class OverflowTrace(Subscriber):
             compute_loss: Returns the loss.
             scale: The loss scale.
         """
-
-        def run(step: RecordedStep) -> tuple[Tensor, str | None]:
+        why = None
+        with self._recorded() as (step, end):
             with self.recorder.loss_only():
                 loss = compute_loss()
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -324,13 +319,11 @@ class OverflowTrace(Subscriber):
             except RuntimeError as error:
                 # As that of some checkpoints.
                 first = str(error).partition("\n")[0]
-                return loss, f"the backward pass raised {type(error).__name__}: {first}"
-            return loss, None
-
-        with self._recorded(run) as (recorded, (loss, why)):
-            if nonfinite_value(loss, *recorded.grads.values()):
-                return replace(self._found(self._look_at_tape, recorded, scale), loss_scale=scale)
-            return None if why is None else replace(unlocated(why), loss_scale=scale)
+                why = f"the backward pass raised {type(error).__name__}: {first}"
+            end()
+            if nonfinite_value(loss, *step.grads.values()):
+                return replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
+        return None if why is None else replace(unlocated(why), loss_scale=scale)
 
     def _run_backward(self, step: RecordedStep, roots: list[Tensor], given: list[Tensor] | None = None) -> None:
         """Run a backward pass, by given gradients or by 1, and keep the gradients in the step."""
@@ -340,24 +333,26 @@ class OverflowTrace(Subscriber):
         step.grads = dict(zip(leaves, grads, strict=True))
 
     @contextlib.contextmanager
-    def _recorded(
-        self, run: Callable[[RecordedStep], _T], caller: Caller | None = None
-    ) -> Iterator[tuple[RecordedStep, _T]]:
-        """Record what a function runs as a step of its own, and undo what it writes. Give the step and its result.
+    def _recorded(self, caller: Caller | None = None) -> Iterator[tuple[RecordedStep, Callable[[], None]]]:
+        """Record what runs in a ``with`` statement as a step of its own, and put back what it writes.
 
         Args:
-            run: The function.
             caller: As for `StepRecorder.one_step`.
+
+        Yields:
+            The step, and what ends it: with everything as it was before, the tape runs again from there.
         """
-        with self.apart() as state, self.recorder.one_step(caller) as recorded:
-            try:
-                result = run(recorded)
-            finally:
+        with self.apart() as state, self.recorder.one_step(caller) as step:
+
+            def end() -> None:
                 self.recorder.stop()
-                # What is outside of the step is as it was, so that the tape runs again from there.
-                recorded.tape.undo()
+                step.tape.undo()
                 state.restore()
-            yield recorded, result
+
+            try:
+                yield step, end
+            finally:
+                end()
 
     @contextlib.contextmanager
     def apart(self, *, hooked: bool = True) -> Iterator[KeptState]:
