@@ -86,7 +86,12 @@ class NonFiniteSteps(Subscriber):
     # -- under a `GradScaler` of the program --
 
     def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
-        """Take note of a loss that is scaled."""
+        """Take note of a loss that is scaled.
+
+        Args:
+            scaler: The scaler.
+            outputs: The loss, or several.
+        """
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
             self._optimizers.program.tell(Subscriber.backward_begins, outputs, _LazyScale(scaler))
 

@@ -111,7 +111,8 @@ def _read(value: Any) -> Any:
             if all(type(one) is int and one >= 0 for one in (value.memory, *size, *stride, value.offset)):
                 return value
         case Named(str(), str(), str(), Ref() as ref, bool()):
-            return value._replace(ref=_read(ref))
+            _read(ref)
+            return value
         case Place(str() | None, str() | None, str() | None, tuple(names), bool(), bool(), tuple(classes)):
             if all(type(text) is str for text in (*names, *classes)):
                 return value
