@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,6 +24,16 @@ def test_chosen_operators_in_fp32() -> None:
     # exp alone has its result rounded for log, which overflows again; log alone gets inf.
     assert run() == run("aten::exp") == run("aten::log") == float("inf")
     assert run("aten::exp", "aten::log") == pytest.approx(12.0)
+
+
+def test_fp32_results_flow_through_views_and_writes() -> None:
+    x = torch.full((2, 3), 300.0, dtype=torch.float16)
+    with record() as tape:
+        y = x * x
+        y[0].mul_(2)
+        z = y.t().contiguous().view(-1) / 600
+    assert torch.isinf(z).all()
+    assert last_value(tape, z, everything).tolist() == [300.0, 150.0] * 3
 
 
 def test_dtype_arguments_become_fp32() -> None:
@@ -118,50 +126,33 @@ def laid_out(x: torch.Tensor) -> torch.Tensor:
     return x.t().contiguous().t() if x.dtype is torch.float32 else x.contiguous().clone()
 
 
-def views_and_writes() -> torch.Tensor:
-    x = torch.full((2, 3), 300.0, dtype=torch.float16)
-    y = x * x
-    y[0].mul_(2)
-    z = y.t().contiguous().view(-1) / 600
-    assert torch.isinf(z).all()
-    return z
+def test_result_that_is_laid_out_in_another_way_in_fp32() -> None:
+    x = torch.arange(6.0).view(2, 3).half()
+    with record() as tape:
+        y = laid_out(x)
+        y[0].mul_(2)
+        z = y.view(-1) + 1
+    assert torch.equal(last_value(tape, z, everything), z.float())
 
 
-def result_that_is_laid_out_in_another_way() -> torch.Tensor:
-    y = laid_out(torch.arange(6.0).view(2, 3).half())
-    y[0].mul_(2)
-    return y.view(-1) + 1
-
-
-def result_of_another_size() -> torch.Tensor:
+def test_result_of_another_size_in_fp32() -> None:
     x = torch.full((3,), 0.1)
-    half = x.half()
-    result = half[half >= x].sum().view(1)
-    assert result.item() == 0
-    return result
+    with record() as tape:
+        half = x.half()
+        y = half[half >= x].sum()
+    assert y.item() == 0
+    assert last_value(tape, y, everything).item() == pytest.approx(0.3)
 
 
-def cast_that_returns_its_argument() -> torch.Tensor:
+def test_cast_that_returns_its_argument_in_fp32() -> None:
     x = torch.ones(3)
-    # Under inference mode a cast is one operator, which returns what needs no cast.
-    y = x.to(torch.float16)
-    y.add_(1)
-    return x + y
-
-
-@pytest.mark.parametrize(
-    ("program", "expected"),
-    [
-        (views_and_writes, [300.0, 150.0] * 3),
-        (result_that_is_laid_out_in_another_way, [1.0, 3.0, 5.0, 4.0, 5.0, 6.0]),
-        (result_of_another_size, [0.3]),
-        (cast_that_returns_its_argument, [3.0] * 3),
-    ],
-)
-def test_results_in_fp32(program: Callable[[], torch.Tensor], expected: list[float]) -> None:
-    with torch.inference_mode(program is cast_that_returns_its_argument), record() as tape:
-        result = program()
-    assert last_value(tape, result, everything).tolist() == pytest.approx(expected)
+    with torch.inference_mode(), record() as tape:
+        # Under inference mode a cast is one operator, which returns what needs no cast.
+        y = x.to(torch.float16)
+        y.add_(1)
+        z = x + y
+    assert next(op.name for op in tape.ops) == "aten::to"
+    assert last_value(tape, z, everything).tolist() == z.tolist() == [3.0] * 3
 
 
 def test_softmax_of_a_gpu_that_makes_an_fp32_result() -> None:
