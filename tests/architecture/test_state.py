@@ -17,7 +17,6 @@ from tests.architecture.test_floors import FILES, PACKAGE, TEXTS
 STATE = {
     "compat/amp/state.py amp_state": "programs read and write `apex.amp._amp_state`, one object of the module in Apex",
     "compat/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
-    "compat/fastai1/training.py _batches": "the batches that threads are in: fastai calls functions, without a handle",
     "compat/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
     "patching/patches.py watcher": "wrapt's import hooks cannot be taken back, so each module gets one for all handles",
     "patching/patches.py writing": "patches are written to objects that all threads share",
