@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.compat import fastai1
+from autoamp.errors import UsageError
 from autoamp.patching import original_of
 from autoamp.runtime import runtime_of
 
@@ -348,12 +350,15 @@ def test_a_batch_within_a_batch_is_scaled_for_its_own_optimizer(package: Path) -
     assert runtime_of(handle).optimizers.step_stats.steps == 2
 
 
-def test_a_program_with_masters_scales_its_loss_itself(package: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_model_with_masters_is_refused_where_its_gradients_would_vanish(package: Path, dtype: torch.dtype) -> None:
     load()
     training = Training()
-    autoamp.initialize(training.model, training.sgd, opt_level="O2", dtype=torch.float16, device_type="cpu")
-    training.batch()
-    assert training.gradients[0] < 10
+    autoamp.initialize(training.model, training.sgd, opt_level="O2", dtype=dtype, device_type="cpu")
+    refused = pytest.raises(UsageError, match="train it at opt_level='O1'")
+    with refused if dtype is torch.float16 else contextlib.nullcontext():
+        training.batch()
+    assert bool(training.gradients) is (dtype is torch.bfloat16)
 
 
 def learner() -> Any:
