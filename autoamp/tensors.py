@@ -113,7 +113,13 @@ def _mapped(
             any_changed |= changed
         if not any_changed:
             return value, False
-        return mapped if type(value) is dict else _rebuilt_dict(value, mapped), True
+        if type(value) is dict:
+            return mapped, True
+        # A copy has what a subclass adds, such as a default factory or attributes. Some subclasses refuse `update`.
+        rebuilt = copy.copy(value)
+        for key, item in mapped.items():
+            rebuilt[key] = item
+        return rebuilt, True
     if other is None:
         return value, False
     new = other(value)
@@ -146,15 +152,6 @@ def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> A
         return kind(items)
     except TypeError:
         return items if isinstance(value, list) else tuple(items)
-
-
-def _rebuilt_dict(value: dict[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """Return a copy of a dict of some subclass with other values."""
-    # A copy has what a subclass adds, such as a default factory or attributes. Some subclasses refuse `update`.
-    rebuilt = copy.copy(value)
-    for key, item in mapped.items():
-        rebuilt[key] = item
-    return rebuilt
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

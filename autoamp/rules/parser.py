@@ -101,11 +101,6 @@ class TomlLines:
             elif (token == "," and bracket == "{") or (token == "\n" and not bracket):
                 in_key = True
 
-    def get(self, path: tuple[str, ...], item: int | None = None) -> int | None:
-        """Return the line of a key, or of the string number `item` in its array; None where there is no such key."""
-        items = self.items.get(path, [])
-        return items[item] if item is not None and item < len(items) else self.keys.get(path)
-
 
 def parse_toml(raw: bytes, name: str) -> tuple[dict[str, Any], TomlLines]:
     """Return the content of a TOML file, and the lines of its keys and strings.
@@ -145,7 +140,11 @@ class Source:
 
     def at(self, *path: str, item: int | None = None) -> RuleSource:
         """Return the origin of a key, or of an item of its array."""
-        return RuleSource(self.name, self.lines.get(self.under + path, item) if self.lines else None, self.shipped)
+        line, path = None, self.under + path
+        if self.lines:
+            items = self.lines.items.get(path, [])
+            line = items[item] if item is not None and item < len(items) else self.lines.keys.get(path)
+        return RuleSource(self.name, line, self.shipped)
 
     def remark(self, origin: RuleSource) -> str:
         """Return the comment on the line of an entry, empty where there is none."""

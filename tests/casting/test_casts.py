@@ -107,19 +107,6 @@ def test_an_argument_that_stays_ends_no_walk_over_the_others() -> None:
     assert first[1].dtype is last.dtype is torch.float16
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr])
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_a_sparse_matrix_is_cast_in_one_layout_only(layout: torch.layout) -> None:
-    casts = make()
-    sparse = torch.eye(2).to_sparse(layout=layout, blocksize=(1, 1) if layout == torch.sparse_bsr else None)
-    assert not casts.eligible(sparse)
-    is_matrix = layout is torch.sparse_coo
-    assert (casts.to_half(sparse).dtype, casts.to_half([torch.ones(1), sparse])[0].dtype) == (
-        (torch.float16, torch.float16) if is_matrix else (torch.float32, torch.float32)
-    )
-    assert casts.to_fp32(sparse) is sparse
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_cast(layout: torch.layout) -> None:
@@ -172,16 +159,19 @@ def test_a_function_gets_its_own_kind_of_sequence(kind: Any) -> None:
     assert [item.dtype for item in seen[0]] == [torch.float16] * 2
 
 
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_of_several_sparse_arguments_and_of_odd_ones_nothing_is_cast_to_half() -> None:
     casts, matrix, halves = make(), torch.eye(2).to_sparse(), torch.ones(2, 2).half()
-    batch, compressed = torch.ones(2, 2, 2).to_sparse(), torch.eye(2).to_sparse_csr()
+    batch, layouts = torch.ones(2, 2, 2).to_sparse(), (torch.sparse_csr, torch.sparse_csc)
     for sparse, dtype in (
         ([matrix], torch.float16),
         ([matrix, matrix], torch.float32),
         ([batch], torch.float32),
         ([torch.ones(2).to_sparse()], torch.float32),
-        ([compressed], torch.float32),
+        *(([torch.eye(2).to_sparse(layout=layout)], torch.float32) for layout in layouts),
         ([matrix.clone().requires_grad_()], torch.float32),
     ):
         assert {tensor.dtype for tensor in casts.args_to_half([*sparse, halves])} == {dtype}
+        assert not any(map(casts.eligible, sparse))
+        assert casts.to_fp32(sparse) is sparse
     assert casts.args_to_fp32([matrix.half(), halves])[1].dtype is torch.float32

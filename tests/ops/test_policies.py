@@ -319,28 +319,16 @@ def test_out_takes_the_value_in_its_own_dtype(handle: autoamp.Handle) -> None:
     assert torch.cat([x, x.half()], out=None).dtype == FP32
 
 
-def test_products_with_out_are_computed_in_what_they_write_to(half: torch.dtype) -> None:
-    handle = start(half)
-    a, b, c, narrow = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5), torch.empty(3, 5, dtype=half)
-    with handle.disable_casts():
-        exact = a @ b
-    for out in (torch.mm(a, b, out=torch.empty(3, 5)), torch.addmm(c, a, b, beta=0, out=torch.empty(0))):
-        torch.testing.assert_close(out, exact)
-    assert torch.mm(a.to(half), b.to(half), out=narrow) is narrow
-    # Dtypes that do not fit are torch's to refuse.
-    with pytest.raises(RuntimeError):
-        torch.mm(a, b, out=narrow)
-
-
-def test_products_of_half_factors_go_into_fp32(half: torch.dtype) -> None:
+def test_products_that_write_are_computed_in_what_they_write_to(half: torch.dtype) -> None:
     autoamp.init(device_type="cpu", dtype=half)
-    a, b, c = torch.randn(3, 4).to(half), torch.randn(4, 5), torch.randn(3, 5)
-    low = b.to(half)
+    wide, a, b, c = torch.randn(3, 4), torch.randn(3, 4).to(half), torch.randn(4, 5), torch.randn(3, 5)
+    low, narrow = b.to(half), torch.empty(3, 5, dtype=half)
     with autoamp.disable_casts():
-        exact, of_low = a.float() @ b, a.float() @ low.float()
+        of_wide, exact, of_low = wide @ b, a.float() @ b, a.float() @ low.float()
     for found, expected in (
+        (torch.mm(wide, b, out=torch.empty(3, 5)), of_wide),
         (torch.mm(a, b, out=torch.empty(3, 5)), exact),
-        (torch.addmm(c, a, b, beta=0, out=torch.empty(3, 5)), exact),
+        (torch.addmm(c, a, b, beta=0, out=torch.empty(0)), exact),
         (torch.matmul(a, low, out=torch.empty(3, 5)), of_low),
         (torch.zeros(3, 5).addmm_(a, b), exact),
         (torch.zeros(3).addmv_(a, b[:, 0]), exact[:, 0]),
@@ -349,6 +337,10 @@ def test_products_of_half_factors_go_into_fp32(half: torch.dtype) -> None:
         (torch.zeros(3, 5, dtype=half).addmm_(a, b), exact.to(half)),
     ):
         torch.testing.assert_close(found, expected)
+    assert torch.mm(a, low, out=narrow) is narrow
+    # Dtypes that do not fit are torch's to refuse.
+    with pytest.raises(RuntimeError):
+        torch.mm(wide, b, out=narrow)
 
 
 def test_out_of_several_tensors_and_of_promoted_and_python_functions(handle: autoamp.Handle) -> None:

@@ -118,9 +118,7 @@ def near_package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 )  # fmt: skip
 def test_the_nearest_names_of_one_that_is_not_there(near_package: types.ModuleType, dotted: str, said: str) -> None:
     assert explain_missing(dotted, callable) == said
-
-
-def test_at_most_three_names_are_near(near_package: types.ModuleType) -> None:
+    # At most three are named.
     assert explain_missing("near_pkg.Linear.forwar").count(" or ") == 2
 
 

@@ -15,7 +15,6 @@ import wrapt
 
 from autoamp.errors import PatchError
 from autoamp.patching import PatchSet, check_writable, imitate, mark, name_by, original_of
-from autoamp.patching.patches import below_restored
 from tests.patching._shared import NOTHING, Base, Derived, module_with, replacement_of
 
 # -- one patch --
@@ -194,17 +193,6 @@ def test_a_replacement_of_a_builtin_has_the_names_that_it_is_given(shelf: types.
     assert names(len, "shelf", "Shelf.len") == ("shelf", "Shelf.len")
     # What is written in Python is pickled by the names that it has.
     assert names(shelf.work, "elsewhere", "other") == (shelf.work.__module__, shelf.work.__qualname__)
-
-
-def test_what_is_below_a_replacement_that_is_in_place_no_more(shelf: types.ModuleType) -> None:
-    work, patches = shelf.work, PatchSet()
-    first = replacement_of(work)
-    assert below_restored(first) is work
-    patches.replace(shelf, "work", first)
-    # Another one around it, which stands nowhere.
-    assert below_restored(replacement_of(first)) is first
-    patches.restore()
-    assert below_restored(replacement_of(first)) is work
 
 
 def test_only_the_bearer_of_a_mark_is_a_replacement(shelf: types.ModuleType) -> None:
