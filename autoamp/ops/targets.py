@@ -186,9 +186,8 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
         fail(rule.origin, f"{rule.target!r} is {kind_of(original)}; name a function or a method")
     in_torch = any(parent is namespace for namespace in (*_NAMESPACES, RECURRENT))
-    return Target(
-        parent, attribute, original, rule, _functional(_functions_of(parent), attribute) if in_torch else None
-    )
+    functional = _functional(_functions_of(parent), attribute) if in_torch else None
+    return Target(parent, attribute, original, rule, functional)
 
 
 def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iterator[Target]:
