@@ -346,9 +346,14 @@ mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambd
 """Whether the user lets torch call oneDNN."""
 
 
-def in_dual_level() -> bool:
-    """Whether forward-mode derivatives are being computed; True where torch does not tell."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
+def _dual_level() -> Callable[[], bool]:
+    if _find("torch.autograd.forward_ad._current_level", None) is None:
+        return lambda: True
+    return lambda: forward_ad._current_level >= 0
+
+
+in_dual_level: Callable[[], bool] = _dual_level()
+"""Whether forward-mode derivatives are being computed."""
 
 
 def is_intercepted() -> bool:
@@ -430,12 +435,18 @@ def is_parallelized(module: Any) -> bool:
 # -- what is patched beside the functions of the lists. Where it is None there is no patch --
 
 
+def _recomputation() -> str | None:
+    older = "_checkpoint_without_reentrant_generator"
+    # In torch 2.14 the older one calls this.
+    newer = f"{older}_impl"
+    name = newer if hasattr(torch.utils.checkpoint, newer) else older
+    return name if _find(f"torch.utils.checkpoint.{name}", None) is not None else None
+
+
 RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""
 
-# In torch 2.14 the second calls the first.
-_RECOMPUTATIONS = "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
-RECOMPUTATION = next((name for name in _RECOMPUTATIONS if hasattr(torch.utils.checkpoint, name)), None)
+RECOMPUTATION: str | None = _recomputation()
 """The name in `torch.utils.checkpoint` of what takes the function that a checkpoint calls a second time. Without it the
 second call is cast as the thread's switches are by then."""
 
