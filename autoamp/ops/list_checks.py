@@ -43,7 +43,7 @@ _VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def public_names() -> frozenset[str]:
+def _public_names() -> frozenset[str]:
     """Return the names of torch's public functions and methods, operators included, without those of `object`."""
     return frozenset(
         name
@@ -69,7 +69,7 @@ def check_lists() -> tuple[str, ...]:
     version = torch.__version__
     listed = {rule.target.rpartition(".")[2] for rule in shipped_table("default").rules}
     lines = []
-    for name in sorted(public_names()):
+    for name in sorted(_public_names()):
         out_of_place = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
         if listed.isdisjoint((name, out_of_place)):
             lines.append(f"{name}: new in torch {version}; give it a policy, or a reason under [none]")

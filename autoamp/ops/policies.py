@@ -88,7 +88,7 @@ def build_replacement(
 
     def build(call: Any, functional: Any, local: Any, off_within: bool) -> Callable[..., Any]:
         special_case = _special_case(original, call, policy, cast_args, casts, functional)
-        return _replacement(call, cast_args, casts, special_case, policy is CastPolicy.FP16, off_within, local)
+        return _cast_and_call(call, cast_args, casts, special_case, policy is CastPolicy.FP16, off_within, local)
 
     # Dynamo traces another one, which sets nothing when it runs.
     call = traceable_method(original)
@@ -117,7 +117,7 @@ def build_for_half_models(original: Any) -> Any:
     return imitate(call, original)
 
 
-def _replacement(
+def _cast_and_call(
     original: Any,
     cast_args: CastArgs,
     casts: CastState,
