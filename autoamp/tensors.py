@@ -155,8 +155,9 @@ def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> A
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy tensors of one dtype into one tensor of one dimension."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    """Copy tensors of one dtype into one tensor of one dimension. A single contiguous one is not copied."""
+    parts = [tensor.reshape(-1) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
