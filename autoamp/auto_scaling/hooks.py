@@ -28,13 +28,16 @@ class RunningPasses:
     Args:
         casts_off: Makes a context without casts: what a hook computes from gradients is in the precision that it has
             them in.
+
+    Attributes:
+        casts_off: As given.
+        hooked: The threads within a hook of the program, with the run that it is called by.
     """
 
     def __init__(self, casts_off: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._by_run: dict[int, ScaledPass] = {}
-        self._casts_off = casts_off
-        # The threads within a hook of the program, with the run that it is called by.
-        self._hooked: list[tuple[int, int]] = []
+        self.casts_off = casts_off
+        self.hooked: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
     def claimed(self, running: ScaledPass, roots: Iterable[Any]) -> Iterator[None]:
@@ -70,18 +73,7 @@ class RunningPasses:
         Within functions of a pass it is a part of that pass. Within the program's hooks, where gradients have true
         values, it is not.
         """
-        return None if (threading.get_ident(), current_graph_task()) in self._hooked else self.now()
-
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Take note that a hook of the program runs, and turn casts off for it."""
-        here = threading.get_ident(), current_graph_task()
-        self._hooked.append(here)
-        try:
-            with self._casts_off():
-                yield
-        finally:
-            self._hooked.remove(here)
+        return None if (threading.get_ident(), current_graph_task()) in self.hooked else self.now()
 
 
 class Hook:
@@ -102,11 +94,16 @@ class Hook:
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook as it is, or in the middle of a scaled pass as `within` does."""
-        running = self._autoamp_passes.now()
+        passes, here = self._autoamp_passes, (threading.get_ident(), current_graph_task())
+        running = passes.now()
         if running is None:
             return self._autoamp_hook(*args)
-        with self._autoamp_passes.hooked():
-            return self.within(running, *args)
+        passes.hooked.append(here)
+        try:
+            with passes.casts_off():
+                return self.within(running, *args)
+        finally:
+            passes.hooked.remove(here)
 
     def within(self, running: ScaledPass, *args: Any) -> Any:
         """Call the hook while a scaled pass runs."""

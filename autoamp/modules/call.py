@@ -16,7 +16,7 @@ import torch
 from torch.nn import Module
 
 from autoamp.casting import CastState, Token
-from autoamp.modules.half_models import ForwardDtypes
+from autoamp.modules.half_models import ForwardDtypes, cast_structure
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
 from autoamp.program import Subscriber
@@ -83,7 +83,7 @@ class ModuleCalls(Subscriber):
             try:
                 try:
                     if dtypes is not None:
-                        args, kwargs = dtypes.cast_inputs((args, kwargs))
+                        args, kwargs = cast_structure((args, kwargs), dtypes.inputs, doubles=dtypes.doubles)
                         tokens += dtypes.switch(casts)
                         if not compiling() and dtypes.buffers is not None:
                             look = dtypes.buffers.begin(self)
@@ -120,7 +120,7 @@ class ModuleCalls(Subscriber):
                     outputs = _cast_nested(outputs, casts.to_fp32)
                 if look is not None:
                     look()
-                result = outputs if dtypes is None else dtypes.cast_outputs(outputs)
+                result = outputs if dtypes is None else cast_structure(outputs, dtypes.outputs)
                 return result
             finally:
                 if is_kept:

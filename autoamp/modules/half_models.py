@@ -49,14 +49,6 @@ class ForwardDtypes:
     doubles: bool = False
     buffers: BufferWrites | None = None
 
-    def cast_inputs(self, inputs: Any) -> Any:
-        """Return nested inputs of a model's call in the dtype that it takes."""
-        return inputs if self.inputs is None else cast_structure(inputs, self.inputs, doubles=self.doubles)
-
-    def cast_outputs(self, outputs: Any) -> Any:
-        """Return nested outputs of a model's call in the dtype that it gives."""
-        return outputs if self.outputs is None else cast_structure(outputs, self.outputs)
-
     def switch(self, casts: CastState) -> list[Token]:
         """Turn casts on or off in this thread as the model has them; return the tokens that `ThreadState.reset` takes.
 
@@ -246,12 +238,14 @@ def _unrounded(value: Any, half: Tensor) -> Tensor | None:
     return value if torch.equal(value.to(half.dtype), half) else None
 
 
-def cast_structure(value: Any, dtype: torch.dtype, *, doubles: bool = False) -> Any:
-    """Cast the floating tensors in nested containers, dataclasses and objects with a ``to`` method.
+def cast_structure(value: Any, dtype: torch.dtype | None, *, doubles: bool = False) -> Any:
+    """Cast the floating tensors in nested containers, dataclasses and objects with a ``to`` method; None casts none.
 
     Complex, integer and sparse tensors are left alone, and without ``doubles`` fp64 ones. Nothing is written to:
     containers and dataclasses whose tensors change are built anew, and of objects what their ``to`` returns is taken.
     """
+    if dtype is None:
+        return value
     sources = _FLOATS | {torch.float64} if doubles else _FLOATS
 
     def convert(tensor: Tensor) -> Tensor:
