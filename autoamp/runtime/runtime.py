@@ -168,8 +168,9 @@ class Runtime:
         """
         self._end_diagnostics()
         named = {module for model in models for module in model.modules()}
-        # Models of earlier calls that have a module in common with these are let go as a whole.
-        modules = named.union(*(model.modules() for model in self.setups if not named.isdisjoint(model.modules())))
+        # Models that an earlier call has cast and that have a module in common with these are let go as a whole.
+        cast = [model for model in self.setups if self.models.forward_dtypes.get(model) is not None]
+        modules = named.union(*(model.modules() for model in cast if not named.isdisjoint(model.modules())))
         # Parameters that these share with another half model stay half.
         shared = {id(param) for model in self.models.halves if model not in modules for param in model.parameters()}
         params = {id(param): param for module in modules for param in module.parameters(recurse=False)}

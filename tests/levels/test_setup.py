@@ -110,6 +110,17 @@ def test_a_copied_model_trains_on_with_a_new_optimizer_and_the_states_of_the_ori
     assert same(values(twin), values(model))
 
 
+def test_a_model_keeps_its_overrides_when_another_one_is_set_up_that_shares_a_part() -> None:
+    shared = nn.Linear(3, 3)
+    one, other = (nn.Sequential(shared, nn.Linear(3, 3)) for _ in range(2))
+    in_use = initialize(network(), opt_level="O1")
+    initialize(one, opt_level="O1")
+    autoamp.current_handle().override(one[1], "fp32")  # type: ignore[union-attr]
+    initialize(other, opt_level="O1")
+    assert one(torch.ones(1, 3)).dtype is torch.float32
+    assert in_use(batch()[0]).dtype is torch.float16
+
+
 def test_scope_models_leaves_every_other_module_alone() -> None:
     other, inputs = network(), batch()[0]
     expected = copy.deepcopy(other)(inputs)
