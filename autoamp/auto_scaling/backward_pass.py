@@ -128,13 +128,13 @@ class ScaledPass:
             return True
         # A sum of finite halves may be inf.
         return leaf.dtype not in HALF_DTYPES and not any(
-            guard.pending.checked.unchecked([leaf]) for guard in self.owners.get(id(leaf), ())
+            guard.grads.checked.unchecked([leaf]) for guard in self.owners.get(id(leaf), ())
         )
 
     def concern(self, guard: StepGuard) -> None:
         """Let a guard wait for the check."""
-        if self._check not in guard.pending.checks:
-            guard.pending.expect(self._check)
+        if self._check not in guard.grads.checks:
+            guard.grads.expect(self._check)
 
     def _flag(self, tensor: Tensor) -> Tensor:
         """Return the flag of a tensor, a new one where there is none."""
@@ -194,7 +194,7 @@ class ScaledPass:
             # A hook of the program may return or write another gradient than the one that arrived.
             if is_sure and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
                 for guard in self.owners.get(id(leaf), ()):
-                    guard.pending.checked.note([leaf])
+                    guard.grads.checked.note([leaf])
         self._passed_on.clear()
         # The guards have the check, and the check has this pass: no cycle stays.
         self._arrivals, self._inner, self.owners = {}, {}, {}

@@ -167,7 +167,7 @@ class NonFiniteSteps(Subscriber):
         step, waits, grads = self._overflows.recorder.step, self._action != "warn", []
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (waits and several_processes())
-        if self._scaler_steps or (guard is not None and guard.pending.resolved):
+        if self._scaler_steps or (guard is not None and guard.grads.resolved):
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
             asked = waits or self._overflows.always or self._scaler_steps
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]

@@ -104,11 +104,11 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     @property
     def loss_scaler(self) -> LossScaler:
         """The scaler."""
-        return self._guard.pending.own_scalers[0]
+        return self._guard.grads.own_scalers[0]
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: LossScaler) -> None:
-        self._guard.pending.own_scalers = [scaler]
+        self._guard.grads.own_scalers = [scaler]
 
     @property
     def loss_scale(self) -> float:
@@ -121,7 +121,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
 
         Waits for the device.
         """
-        return self._guard.overflowed()
+        return self._guard.grads.overflowed()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; its half parameters get masters."""
@@ -161,7 +161,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
         self._guard.owner.refuse_scaled(self._guard)
         self._guard.grads.collect()
-        self._guard.pending.finish_delayed()
+        self._guard.grads.finish_delayed()
 
     def masters_from_model(self) -> None:
         """Set the masters to the half parameters, after weights were written through ``.data`` between steps."""
@@ -223,7 +223,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         norm = joint_norm([self._guard], norm_type)
         if self.overflow:
             return -1.0
-        self._guard.pending.clip(norm, max_norm)
+        self._guard.grads.clip(norm, max_norm)
         return float(norm)
 
     def sync_over(self, group: Any, *, replicas: int | None = None) -> None:
@@ -236,7 +236,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         Raises:
             UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
         """
-        self._guard.pending.asked = RequestedGroup.from_arguments(group, replicas)
+        self._guard.grads.asked = RequestedGroup.from_arguments(group, replicas)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the gradients of the step, a list for each group, or None if they overflowed.

@@ -18,7 +18,7 @@ from autoamp.rules import CastRule
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, is_count, make_scaler
-from autoamp.stepping import RequestedGroup, as_list, clip_grad_norm_, wrap_optimizer
+from autoamp.stepping import RequestedGroup, as_list, wrap_optimizer
 
 Precision = Literal["fp32", "fp16", "none"]
 """What `override` runs a module in."""
@@ -245,7 +245,7 @@ class TrainingHandle:
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
-        return clip_grad_norm_(self._active_runtime.optimizers, optimizers, max_norm, norm_type)
+        return self._active_runtime.optimizers.clip_grad_norm_(optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
         """Let all ranks of a process group skip the same steps and keep equal loss scales.

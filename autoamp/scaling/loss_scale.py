@@ -352,11 +352,8 @@ class DynamicLossScaler(LossScaler):
         return {**super().__getstate__(), "_on_host": None, "_on_device": None}
 
     def __repr__(self) -> str:
-        return (
-            f"DynamicLossScaler(loss_scale={self.loss_scale!r}, growth_factor={self.growth_factor!r}, "
-            f"backoff_factor={self.backoff_factor!r}, growth_interval={self.growth_interval!r}, "
-            f"min_loss_scale={self.min_loss_scale!r}, max_loss_scale={self.max_loss_scale!r})"
-        )
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("loss_scale", *_SETTINGS))
+        return f"DynamicLossScaler({shown})"
 
 
 def make_scaler(

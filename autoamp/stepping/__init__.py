@@ -22,7 +22,6 @@ from autoamp.stepping.masters import MasterWeights as MasterWeights
 from autoamp.stepping.masters import fit_state as fit_state
 from autoamp.stepping.optimizer_steps import OptimizerSteps as OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers as GuardedOptimizers
-from autoamp.stepping.optimizers import clip_grad_norm_ as clip_grad_norm_
 from autoamp.stepping.optimizers import joint_norm as joint_norm
 from autoamp.stepping.optimizers import wrap_optimizer as wrap_optimizer
 from autoamp.stepping.overflow_checks import OverflowCheck as OverflowCheck

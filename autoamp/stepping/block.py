@@ -87,10 +87,10 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
     for guard in guards:
         guard.grads.collect(new_pass=True)
-        guard.pending.resolve_dropped_grads()
+        guard.grads.resolve_dropped_grads()
         # Gradients that a block left scaled are brought to the scale of this one.
         if guard.grads.delayed is None or not scaler.checks or not guard.grads.has_any():
-            guard.pending.finish_delayed()
+            guard.grads.finish_delayed()
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_without_sync()
     seen: set[int] = set()
@@ -120,9 +120,9 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         check = OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))
     for guard in guards:
         # Ranks of a group reduce the flags of all: one without gradients takes part.
-        is_concerned = guard.grads.has_any() or guard.pending.group is not None
+        is_concerned = guard.grads.has_any() or guard.grads.group is not None
         if warns and not is_concerned:
             warn_without_gradients(guard.name, guard.grads.params())
         guard.grads.scale, guard.grads.delayed = 1.0, None
         if check is not None:
-            guard.pending.block_ended(check, is_concerned=is_concerned)
+            guard.grads.block_ended(check, is_concerned=is_concerned)

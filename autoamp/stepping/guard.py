@@ -30,9 +30,8 @@ from autoamp.stepping.attach import (
     state_size,
     takes_flag,
 )
-from autoamp.stepping.grads import ScaledGrads
 from autoamp.stepping.masters import MasterWeights
-from autoamp.stepping.overflow_checks import OverflowCheck, PendingChecks
+from autoamp.stepping.overflow_checks import GuardedGrads, OverflowCheck
 from autoamp.stepping.ranks import several_processes
 from autoamp.stepping.skips import Skips, StepOwner
 from autoamp.tensors import version_of
@@ -54,8 +53,9 @@ class StepGuard:
             into half parameters before a step, and are copied into the half parameters after it.
 
     Attributes:
-        grads: The optimizer's gradients.
-        pending: The checks on them since the last step.
+        name: The name of the optimizer's class.
+        masters: As given.
+        grads: The optimizer's gradients, and the checks on them since the last step.
         skips: What is known of its steps and skips.
         in_block: Whether a block of this optimizer is open.
         stepping: Whether the optimizer is stepping now, as this guard lets it.
@@ -71,9 +71,9 @@ class StepGuard:
     ) -> None:
         self._attached: weakref.ref[AttachedMethod] | None = None
         self._owner = owner
-        self.grads = ScaledGrads(weakref.ref(optimizer), masters)
-        self.skips = Skips(type(optimizer).__name__, owner)
-        self.pending = PendingChecks(self.skips, self.grads, owner)
+        self.name, self.masters = type(optimizer).__name__, masters
+        self.skips = Skips(self.name, owner)
+        self.grads = GuardedGrads(optimizer, masters, self.skips, owner)
         self.in_block = self.stepping = False
         self.repeats_closure = True
         self.scaled = self.backward_seen = self.compared_settings = False
@@ -82,16 +82,6 @@ class StepGuard:
     def owner(self) -> StepOwner[StepGuard]:
         """What it asks and tells now."""
         return self._owner()
-
-    @property
-    def name(self) -> str:
-        """The name of the optimizer's class."""
-        return self.skips.name
-
-    @property
-    def masters(self) -> MasterWeights | None:
-        """The masters that the optimizer steps."""
-        return self.grads.masters
 
     @property
     def optimizer(self) -> Any:
@@ -114,14 +104,9 @@ class StepGuard:
         """
         attached = None if self._attached is None else self._attached()
         if attached is not None and self.optimizer is not None:
-            self.pending.finish_delayed()
-            self.pending.checks = []
+            self.grads.finish_delayed()
+            self.grads.checks = []
             attached.detach()
-
-    def overflowed(self) -> bool:
-        """Whether gradients since the last step overflowed; where there are none, whether that step was a skip."""
-        found = self.pending.overflowed()
-        return self.skips.step.skipped if found is None else found
 
     # -- steps --
 
@@ -144,15 +129,15 @@ class StepGuard:
         if not callable(closure):
             self.owner.refuse_scaled(self)
         self.grads.collect()
-        self.pending.finish_delayed()
-        self.pending.recheck(makes_gradients=callable(closure), last_step=last_step)
+        self.grads.finish_delayed()
+        self.grads.recheck(makes_gradients=callable(closure), last_step=last_step)
         try:
             if callable(closure):
                 result = _step_with_closure(self, closure, original, args, kwargs)
             else:
                 result = self._step_by_checks(original, args, kwargs)
         finally:
-            self.pending.agreed = False
+            self.grads.agreed = False
             self.params_changed()
         self.owner.program.tell(Subscriber.step_ended, self.skips.step)
         return result
@@ -164,7 +149,7 @@ class StepGuard:
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flag = self._flag_for_device()
         if flag is None:
-            blamed = self.pending.resolve()
+            blamed = self.grads.resolve()
             if blamed is not None or self.is_refused():
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
@@ -203,10 +188,9 @@ class StepGuard:
             or getattr(optimizer, "_optimizer_step_post_hooks", None)
         ):
             return None
-        scaler = self.pending.checks[0].scaler if self.pending.checks else None
-        flag = self.pending.resolve_on_device()
-        if flag is not None and scaler is not None and self.skips.in_a_row >= self.owner.max_consecutive_skips:
-            raise self._too_many_skips(scaler)
+        flag = self.grads.resolve_on_device()
+        if flag is not None and self.skips.in_a_row >= self.owner.max_consecutive_skips:
+            raise self._too_many_skips(self.grads.resolved[0].scaler)
         return flag
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,7 +202,7 @@ class StepGuard:
     def begin_masters(self) -> None:
         """Let the masters take what was written into half parameters; once that is done this changes nothing."""
         if self.masters is not None:
-            asked = self.pending.requested_group
+            asked = self.grads.requested_group
             self.masters.refresh(first_step=True, local=asked is not None and asked.replicas == 1)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -281,8 +265,8 @@ def _step_with_closure(
         NonFiniteGradientsError: Gradients overflow at all scales with the parameters moved, and such a step is not
             undone.
     """
-    guard.pending.resolve_dropped_grads()
-    blamed = guard.pending.resolve()
+    guard.grads.resolve_dropped_grads()
+    blamed = guard.grads.resolve()
     if blamed is not None:
         guard.skip(blamed)
         return None if guard.repeats_closure else _call_closure(guard, closure)
@@ -331,11 +315,11 @@ def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
 
 def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
     """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
-    grads, checks = guard.grads, guard.pending
-    if guard.skips.steps > 1 and checks.last is None:
+    grads = guard.grads
+    if guard.skips.steps > 1 and grads.last is None:
         # The steps before scaled no loss, so gradients are not copied. If this one does, its first overflow is a skip.
         attempts = 1
-    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.pending.scalers)
+    may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.grads.scalers)
     before = GradsCopy(grads.params()) if may_repeat else None
     for attempt in range(attempts):
         if attempt and before is not None:
@@ -344,15 +328,15 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         loss = _call_closure(guard, closure)
         guard.owner.refuse_scaled(guard)
         grads.collect()
-        checks.finish_delayed()
+        grads.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)
-        if (group := checks.group) is not None:
-            loss_is_nonfinite = bool(checks.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite)
+        if (group := grads.group) is not None:
+            loss_is_nonfinite = bool(grads.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite)
         else:
-            checks.recheck(makes_gradients=True)
+            grads.recheck(makes_gradients=True)
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
-        scales = {id(check.scaler): check.scaler.loss_scale for check in checks.checks}
-        blamed = checks.resolve()
+        scales = {id(check.scaler): check.scaler.loss_scale for check in grads.checks}
+        blamed = grads.resolve()
         # A lower scale helps against large gradients, not against a loss that is inf already.
         if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
             break

@@ -116,7 +116,7 @@ def _guard_around(guards: Iterable[StepGuard], optimizer: Any) -> StepGuard | No
     optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
     """
     for guard in guards:
-        if guard.pending.checks and not guard.stepping and not takes_flag(guard.optimizer):
+        if guard.grads.checks and not guard.stepping and not takes_flag(guard.optimizer):
             params = set(map(id, guard.grads.params()))
             if all(id(param) in params for param in stepped_params(optimizer)):
                 return guard

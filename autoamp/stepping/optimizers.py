@@ -178,8 +178,8 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         """Count a step, and compare settings with the ranks that step together with this one, once."""
         self.program.tell(Subscriber.step_begins)
         self.step_stats.step_begins(guard.skips.step)
-        if guard.pending.own_scalers:
-            for scaler in guard.pending.own_scalers:
+        if guard.grads.own_scalers:
+            for scaler in guard.grads.own_scalers:
                 self.step_stats.add_own(scaler)
             return
         if guard.masters is not None and not guard.scaled:
@@ -202,7 +202,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def _forget_added(self, guard: StepGuard) -> None:
         """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
-        if self.left_scaled and (added := guard.pending.added_params()):
+        if self.left_scaled and (added := guard.grads.added_params()):
             pairs = () if guard.masters is None else guard.masters.pairs
             known = set(map(id, added))
             self.left_scaled.forget([*added, *(half for half, master in pairs if id(master) in known)])
@@ -265,6 +265,24 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         finally:
             self.casts.cache.clear()
 
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
+        guards = [self.guard(optimizer) for optimizer in as_list(optimizers)]
+        for guard in guards:
+            if guard.in_block:
+                raise UsageError(
+                    f"gradients of {guard.name} cannot be clipped inside its scale_loss block, where they are scaled; "
+                    "call clip_grad_norm_ after the with block"
+                )
+        for guard in guards:
+            self.refuse_scaled(guard)
+            # Before anything is agreed on.
+            self.compare_settings(guard)
+        norm = joint_norm(guards, norm_type)
+        for guard in guards:
+            guard.grads.clip(norm, max_norm)
+        return norm
+
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
         self.loss_scalers.use(scalers, optimizers)
@@ -276,12 +294,10 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         Raises:
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
-        steps, skipped = self.step_stats.steps, self.loss_scalers.load_state_dict(state)
-        self.step_stats.reset(skipped)
-        self.step_stats.steps = steps
+        skipped = self.loss_scalers.load_state_dict(state)
+        self.step_stats.reset(self.step_stats.steps, skipped)
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
-            guard.skips.catch_up()
             guard.skips.in_a_row = 0
 
     def optimizer_made(self, optimizer: Any) -> None:
@@ -337,25 +353,6 @@ def wrap_optimizer(
     return optimizer
 
 
-def clip_grad_norm_(registry: GuardedOptimizers, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
-    """Clip the gradients of optimizers together; see `autoamp.runtime.Handle.clip_grad_norm_`."""
-    guards = [registry.guard(optimizer) for optimizer in as_list(optimizers)]
-    for guard in guards:
-        if guard.in_block:
-            raise UsageError(
-                f"gradients of {guard.name} cannot be clipped inside its scale_loss block, where they are scaled; "
-                "call clip_grad_norm_ after the with block"
-            )
-    for guard in guards:
-        registry.refuse_scaled(guard)
-        # Before anything is agreed on.
-        registry.compare_settings(guard)
-    norm = joint_norm(guards, norm_type)
-    for guard in guards:
-        guard.pending.clip(norm, max_norm)
-    return norm
-
-
 def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     """Return the norm of the true gradients of all guards together, over all ranks that agree on their steps."""
     norm_type = float(norm_type)
@@ -364,8 +361,8 @@ def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     norms: list[Tensor] = []
     for guard in guards:
         guard.grads.collect()
-        guard.pending.finish_delayed()
-        norms.append(guard.pending.norm(norm_type))
+        guard.grads.finish_delayed()
+        norms.append(guard.grads.norm(norm_type))
     if not norms:
         return none
     every = torch.stack([norm.to(norms[0].device) for norm in norms])

@@ -1,21 +1,24 @@
-"""What blocks and backward passes found in the gradients of an optimizer, until its next step.
+"""The gradients of an optimizer, and what blocks and backward passes found in them until its next step.
 
-A block leaves an `OverflowCheck` with the `PendingChecks` of each of its optimizers. A step resolves them: it reads
+A block leaves an `OverflowCheck` with the `GuardedGrads` of each of its optimizers. A step resolves them: it reads
 their flags, or hands them to the optimizer on its device, and the loss scalers hear of each block once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from autoamp.program import Subscriber
-from autoamp.scaling import LossScaler, Scale, found_any, unscale_
-from autoamp.stepping.grads import CheckedGrads, ScaledGrads
+from autoamp.scaling import LossScaler, Scale, found_any, is_sharded, unscale_
+from autoamp.stepping.attach import stepped_params
+from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.ranks import (
     FoundInfReduction,
     RequestedGroup,
@@ -29,6 +32,9 @@ from autoamp.stepping.ranks import (
     sync_group,
 )
 from autoamp.stepping.skips import Skips, Step, StepOwner
+from autoamp.tensors import version_of
+
+Mark = tuple[TensorWeakRef, int | None]
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
@@ -76,11 +82,6 @@ class OverflowCheck:
         return self._found if self.overflowed is None else ()
 
     @property
-    def flags(self) -> Sequence[Tensor]:
-        """What was found, as flags, also after they were read."""
-        return self.found if self.overflowed is None else (torch.full((1,), float(self.overflowed)),)
-
-    @property
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place."""
         return ()
@@ -100,15 +101,50 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
         values = values[len(flags) :]
 
 
-class PendingChecks:
-    """The checks on an optimizer's gradients since its last step, and what other ranks say of them.
+def mark_of(gradient: Tensor) -> Mark:
+    """Return what tells this gradient, with these values, from any other: the object and its version.
+
+    Writes that torch does not count go unseen: through ``.data``, through numpy, and in-place collectives. Of a DTensor
+    the version is None, since it does not count multi-tensor functions either. The object is referred to weakly, since
+    an id is used again.
+    """
+    return TensorWeakRef(gradient), None if is_sharded(gradient) else version_of(gradient)
+
+
+def is_same_gradient(mark: Mark | None, gradient: Tensor) -> bool:
+    """Whether a gradient is the one of the mark, and was not written to since."""
+    return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == version_of(gradient)
+
+
+class CheckedGrads:
+    """The gradients of one optimizer that were checked, as they were then."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, Mark] = {}
+
+    def note(self, params: Iterable[Tensor]) -> None:
+        """Take note that the gradients of these parameters were checked as they are now."""
+        self._marks.update((id(param), mark_of(param.grad)) for param in params if param.grad is not None)
+
+    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters whose gradients were not checked, or were written to or replaced since."""
+        get = self._marks.get
+        return [p for p in params if p.grad is not None and not is_same_gradient(get(id(p)), p.grad)]
+
+
+class GuardedGrads:
+    """The gradients of one optimizer: their scale, the checks on them since its last step, and what other ranks found.
 
     Args:
-        skips: What is known of the optimizer's steps.
-        grads: Its gradients.
+        optimizer: Referred to weakly.
+        masters: The masters that it steps in place of half parameters.
+        skips: What is known of its steps.
         owner: Returns that of its guard.
 
     Attributes:
+        masters: As given.
+        scale: The scale of all gradients now: 1.0 outside blocks but for ``delay_unscale``.
+        delayed: The scaler of the block that has left the gradients scaled, if one has.
         own_scalers: The loss scalers of an optimizer that scales its loss itself; none where the owner's do.
         asked: The process group that was asked for, for this optimizer alone.
         checks: The checks, in order.
@@ -119,7 +155,12 @@ class PendingChecks:
             block or pass until the next one have to hear of those that have one.
     """
 
-    def __init__(self, skips: Skips, grads: ScaledGrads, owner: Callable[[], StepOwner[Any]]) -> None:
+    def __init__(
+        self, optimizer: Any, masters: MasterWeights | None, skips: Skips, owner: Callable[[], StepOwner[Any]]
+    ) -> None:
+        self.masters = masters
+        self.scale: Scale = 1.0
+        self.delayed: LossScaler | None = None
         self.own_scalers: Sequence[LossScaler] = ()
         self.asked: RequestedGroup | None = None
         self.checks: list[OverflowCheck] = []
@@ -127,13 +168,36 @@ class PendingChecks:
         self.resolved: Sequence[OverflowCheck] = ()
         self.checked = CheckedGrads()
         self.agreed = False
+        self._optimizer = weakref.ref(optimizer)
         self._skips = skips
-        self._grads = grads
         self._owner = owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
         # Who agrees on steps, with the meshes and the request that it was found for.
         self._known: tuple[list[Any], RequestedGroup | None, SyncGroup | None] | None = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, None once it is gone."""
+        return self._optimizer()
+
+    def params(self) -> Sequence[Tensor]:
+        """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
+        return stepped_params(self._optimizer())
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors whose gradients backward passes make: what the optimizer steps, and half parameters."""
+        halves = [] if self.masters is None else [half for half, _ in self.masters.pairs]
+        return [*halves, *self.params()]
+
+    def has_any(self) -> bool:
+        """Whether any gradient is there."""
+        return any(param.grad is not None for param in self.params())
+
+    def collect(self, *, new_pass: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
+        if self.masters is not None:
+            self.masters.collect(new_pass=new_pass)
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -143,7 +207,7 @@ class PendingChecks:
     @property
     def requested_group(self) -> RequestedGroup | None:
         """The process group over which the program wants steps to be agreed on, if it asked for one."""
-        return self.asked or self._owner().requested_group(self._grads.optimizer)
+        return self.asked or self._owner().requested_group(self.optimizer)
 
     @property
     def group(self) -> SyncGroup | None:
@@ -153,7 +217,7 @@ class PendingChecks:
         """
         if not several_processes():
             return None
-        params, asked = self._grads.params(), self.requested_group
+        params, asked = self.params(), self.requested_group
         meshes = meshes_of(params)
         if self._known is None or self._known[:2] != (meshes, asked):
             self._known = meshes, asked, sync_group(params, meshes, asked)
@@ -165,13 +229,8 @@ class PendingChecks:
         self.last, self.agreed = (check.scaler, check.scale), False
 
     def block_ended(self, check: OverflowCheck, *, is_concerned: bool) -> None:
-        """Take note of what a block unscaled. Gradients of all other tensors have its scale still.
-
-        Args:
-            check: On the gradients of the block.
-            is_concerned: Whether the next step goes by the check.
-        """
-        self._unscaled = self._grads.params()
+        """Take note of what a block unscaled, and keep its check if that concerns the optimizer."""
+        self._unscaled = self.params()
         # All of them, anew: nothing stays of parameters that the optimizer steps no more.
         self.checked = CheckedGrads()
         self.checked.note(self._unscaled)
@@ -181,7 +240,7 @@ class PendingChecks:
 
     def added_params(self) -> list[Tensor]:
         """Return the parameters that the optimizer got after the last block."""
-        params = self._grads.params()
+        params = self.params()
         if self._unscaled is None or len(params) == len(self._unscaled):
             return []
         known = set(map(id, self._unscaled))
@@ -193,10 +252,10 @@ class PendingChecks:
         Gradients of what was added are taken to be from that block. A gradient does not tell which backward pass made
         it, so one of a pass that was not scaled is divided too.
         """
-        grads, params = self._grads, self._grads.params()
-        if grads.delayed is not None:
-            scaler, scale, scaled = grads.delayed, grads.scale, params
-            grads.delayed, grads.scale = None, 1.0
+        params = self.params()
+        if self.delayed is not None:
+            scaler, scale, scaled = self.delayed, self.scale, params
+            self.delayed, self.scale = None, 1.0
         elif self.last is not None and (scaled := self.added_params()):
             scaler, scale = self.last
         else:
@@ -216,15 +275,15 @@ class PendingChecks:
             self.checks = [next((one for one in self.checks if one.overflowed), self.checks[-1])]
         self.note(check)
 
-    def overflowed(self) -> bool | None:
-        """Whether gradients since the last step overflowed, None where there are none. Waits for the device.
+    def overflowed(self) -> bool:
+        """Whether gradients since the last step overflowed; where there are none, whether that step was a skip.
 
-        Where ranks agree on a step all of them have to ask.
+        Waits for the device. Where ranks agree on a step all of them have to ask.
         """
         if not self.agreed:
             self.recheck()
         read_checks(self.checks)
-        return any(check.overflowed for check in self.checks) if self.checks else None
+        return any(check.overflowed for check in self.checks) if self.checks else self._skips.step.skipped
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell every scaler among them once, and return the check to blame, if any.
@@ -258,7 +317,7 @@ class PendingChecks:
 
         Not where ranks agree on a step: another rank may have dropped nothing. There the next step is skipped.
         """
-        if self.checks and not self._grads.has_any() and self.group is None:
+        if self.checks and not self.has_any() and self.group is None:
             self.resolve()
 
     def resolve_on_device(self) -> Tensor | None:
@@ -312,7 +371,7 @@ class PendingChecks:
             last_step: The step before that which begins now, if one does.
         """
         group = self.group
-        params = self._grads.params()
+        params = self.params()
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
             found = self._look(params if (last_step or self._skips.step).skipped else self.checked.unchecked(params))
@@ -342,12 +401,14 @@ class PendingChecks:
         self, group: SyncGroup, norm: Tensor | None = None, *, largest: bool = False, loss_is_nonfinite: bool = False
     ) -> FoundInfReduction:
         """Let all ranks know what each of them found, by one collective. Scalers are not updated yet."""
-        params = self._grads.params()
+        params = self.params()
         reduce_partial(params, halves_alone=True)
         scalers, own = self.scalers, self.checks
         found: list[list[Tensor]] = [[] for _ in scalers]
         for check in own:
-            found[_place_of(check.scaler, scalers)] += check.flags
+            # One that was read is a flag again.
+            flags = check.found if check.overflowed is None else [torch.full((1,), float(check.overflowed))]
+            found[_place_of(check.scaler, scalers)] += flags
         # A reduction by the program itself may have come since the block looked at them.
         now = self._look(self.checked.unchecked(params) if self.agreed else params)
         reduction = reduce_found_inf(
@@ -368,17 +429,17 @@ class PendingChecks:
         Where ranks agree on a step they do so by the same collective. What is written after it is agreed on at the
         step.
         """
-        reduce_partial(self._grads.params(), halves_alone=False)
+        reduce_partial(self.params(), halves_alone=False)
         group = self.group
         if group is None and not several_processes():
             self.recheck()
-        present = [param for param in self._grads.params() if param.grad is not None]
+        present = [param for param in self.params() if param.grad is not None]
         norm = powered_norm(present, group, norm_type)
         return norm if group is None else self.agree(group, norm, largest=norm_type == math.inf).norm
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Clip the gradients after `norm`. A norm that is finite keeps them finite, so they count as checked."""
-        params = self._grads.params()
+        params = self.params()
         clip_(params, norm, max_norm)
         if math.isfinite(max_norm):
             self.checked.note(params)

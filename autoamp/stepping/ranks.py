@@ -43,12 +43,6 @@ def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
     return list({id(tensor.device_mesh): tensor.device_mesh for tensor in sharded}.values())
 
 
-def copies_in_mesh(tensor: Any) -> int:
-    """Return how many ranks of a DTensor's mesh have the same part of it."""
-    sizes = (tensor.device_mesh.size(dim) for dim, one in enumerate(tensor.placements) if not one.is_shard())
-    return math.prod(sizes)
-
-
 @torch.no_grad()
 def reduce_partial(params: Iterable[Tensor], *, halves_alone: bool) -> None:
     """Add up gradients of which each rank has an addend: ``param.grad`` has one whole value on all of them.
@@ -124,12 +118,13 @@ class SyncGroup:
     device: torch.device
     replicas: int
 
-    def copies_of(self, tensor: Tensor) -> int:
+    def copies_of(self, tensor: Any) -> int:
         """Return how many ranks have the same part of a tensor."""
         if not is_sharded(tensor):
             return self.replicas
-        mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
-        return copies_in_mesh(tensor) * max(1, self.replicas // int(mesh.size()))
+        mesh = tensor.device_mesh
+        in_mesh: Iterable[int] = (mesh.size(dim) for dim, one in enumerate(tensor.placements) if not one.is_shard())
+        return math.prod(in_mesh) * max(1, self.replicas // int(mesh.size()))
 
 
 @dataclass(frozen=True)

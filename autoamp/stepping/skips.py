@@ -212,7 +212,7 @@ class StepCounts:
         """Count a skip."""
         self._skipped += 1
 
-    def reset(self, skipped: int = 0) -> None:
-        """Count steps from 0 on, and skips from a number on."""
+    def reset(self, steps: int = 0, skipped: int = 0) -> None:
+        """Count steps and skips from these numbers on."""
         self._catch_up()
-        self.steps, self._skipped = 0, skipped
+        self.steps, self._skipped = steps, skipped

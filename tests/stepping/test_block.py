@@ -129,26 +129,6 @@ def test_a_parameter_in_common_changes_its_scale_once(delay: bool) -> None:
     assert pair.grads == [2.0, 2.0, 6.0]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
-@pytest.mark.parametrize(
-    ("first", "both"),
-    [(1.0, (math.inf, 1.0)), (1.0, (1.0, math.nan)), (math.inf, (1.0, 1.0))],
-    ids=["in the first", "in the second", "before the block"],
-)
-def test_an_overflow_is_of_all_optimizers_of_the_block(
-    first: float, both: tuple[float, float], order: tuple[int, int], reads: list[int]
-) -> None:
-    pair = Pair()
-    pair.backward(pair.guards[:1], [first, 0.0, 0.0])
-    pair.backward(pair.guards, [*both, 0.0])
-    assert reads == []
-    for place in order:
-        pair.optimizers[place].step()
-    assert [param.item() for param in pair.params] == [1.0, 1.0, 1.0]
-    assert [guard.skips.total for guard in pair.guards] == [1, 1]
-    assert pair.scaler.loss_scale == 512.0
-
-
 # -- no gradients --
 
 

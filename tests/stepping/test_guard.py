@@ -23,15 +23,15 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 def test_overflowed_tells_of_a_skip_before_the_step(reads: list[int]) -> None:
     setup = Setup()
-    assert not setup.guard.overflowed()
+    assert not setup.guard.grads.overflowed()
     setup.backward()
-    assert not setup.guard.overflowed()
+    assert not setup.guard.grads.overflowed()
     setup.backward(math.inf)
-    assert setup.guard.overflowed()
+    assert setup.guard.grads.overflowed()
     assert (setup.scaler.loss_scale, setup.scaler.unskipped) == (1024.0, 0)
     setup.optimizer.step()
     assert reads == [1, 1]
-    assert setup.guard.overflowed()
+    assert setup.guard.grads.overflowed()
     assert setup.scaler.loss_scale == 512.0
 
 

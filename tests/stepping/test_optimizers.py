@@ -19,7 +19,7 @@ from autoamp.casting import CastState
 from autoamp.errors import UsageError
 from autoamp.runtime import runtime_of
 from autoamp.scaling import DynamicLossScaler, StaticLossScaler
-from autoamp.stepping import GuardedOptimizers, RequestedGroup, clip_grad_norm_
+from autoamp.stepping import GuardedOptimizers, RequestedGroup
 
 
 def guarded() -> GuardedOptimizers:
@@ -242,7 +242,7 @@ def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips
         if skips:
             parameter.grad[0] = float("inf")
         if clips:
-            norm = clip_grad_norm_(agreeing, optimizer, 1.0, 2.0)
+            norm = agreeing.clip_grad_norm_(optimizer, 1.0, 2.0)
             assert float(norm) == (float("inf") if skips else pytest.approx(18.0**0.5))
         optimizer.step()
         assert agreeing.step_stats.last.skipped is skips
@@ -296,7 +296,7 @@ def test_ranks_clip_by_the_norm_of_all(
     ops = other_rank(monkeypatch, [theirs, 0.0, 0.0, 0.0, 0.0])
     parameter, optimizer = sgd(1.0)
     backward(agreeing, parameter, optimizer, 3.0)
-    assert float(clip_grad_norm_(agreeing, optimizer, 1.0, norm_type)) == pytest.approx(norm)
+    assert float(agreeing.clip_grad_norm_(optimizer, 1.0, norm_type)) == pytest.approx(norm)
     optimizer.step()
     assert parameter.item() == pytest.approx(1.0 - 0.5 * 3.0 / norm, rel=1e-5)
     # Any rank may have written to its gradients since, so they agree again.

@@ -15,21 +15,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoamp.errors import UsageError
 from autoamp.scaling import is_flat, is_sharded, local_of
-from autoamp.stepping.ranks import (
-    RequestedGroup,
-    SyncGroup,
-    clip_,
-    copies_in_mesh,
-    meshes_of,
-    powered_norm,
-    reduce_found_inf,
-    reduce_partial,
-    sync_group,
-)  # fmt: skip
+from autoamp.stepping import ranks
+from autoamp.stepping.ranks import RequestedGroup, SyncGroup
 
 
 def group_of(params: Sequence[nn.Parameter], asked: RequestedGroup | None = None) -> SyncGroup | None:
-    return sync_group(params, meshes_of(params), asked)
+    return ranks.sync_group(params, ranks.meshes_of(params), asked)
 
 
 def test_plain_parameters_need_no_agreement() -> None:
@@ -43,12 +34,12 @@ def test_plain_parameters_need_no_agreement() -> None:
 def test_each_scaler_gets_what_its_own_checks_found(norm: float, count: int) -> None:
     group = SyncGroup(dist.group.WORLD, torch.device("cpu"), 1)
     found = [[torch.tensor([float(place == count - 1)]), torch.zeros(1)] for place in range(count)]
-    told = reduce_found_inf(group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64))
+    told = ranks.reduce_found_inf(group, found, [], has_checks=True, norm=torch.tensor(norm, dtype=torch.float64))
     assert [bool(flag) for flag in told.of_scalers] == [False] * (count - 1) + [True]
     # A norm of inf or nan says nothing of the rest.
     assert float(told.norm) == pytest.approx(norm, rel=0, abs=0, nan_ok=True)
     assert (bool(told.now), bool(told.has_checks), bool(told.loss_is_nonfinite)) == (True, True, False)
-    silent = reduce_found_inf(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
+    silent = ranks.reduce_found_inf(group, [[]] * count, [torch.zeros(1)], has_checks=False, loss_is_nonfinite=True)
     assert (bool(silent.now), bool(silent.has_checks), bool(silent.loss_is_nonfinite)) == (False, False, True)
     assert [bool(flag) for flag in silent.of_scalers] == [False] * count
     assert float(silent.norm) == 0.0
@@ -144,8 +135,8 @@ def with_gradients() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize(("norm_type", "expected"), [(2.0, 25.0), (1.0, 7.0), (math.inf, 4.0)])
 def test_the_norm_before_its_root_is_taken(norm_type: float, expected: float) -> None:
-    assert float(powered_norm(with_gradients(), None, norm_type)) == pytest.approx(expected)
-    assert float(powered_norm(with_gradients()[2:], None, norm_type)) == 0.0
+    assert float(ranks.powered_norm(with_gradients(), None, norm_type)) == pytest.approx(expected)
+    assert float(ranks.powered_norm(with_gradients()[2:], None, norm_type)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -154,7 +145,7 @@ def test_the_norm_before_its_root_is_taken(norm_type: float, expected: float) ->
 )
 def test_clipping_multiplies_where_the_norm_is_too_high(norm: float, max_norm: float, factor: float) -> None:
     params = with_gradients()
-    clip_([*params, params[0]], torch.tensor(norm), max_norm)
+    ranks.clip_([*params, params[0]], torch.tensor(norm), max_norm)
     assert [param.grad.sum().item() for param in params[:2] if param.grad is not None] == pytest.approx(
         [3.0 * factor, 4.0 * factor], rel=1e-5
     )
@@ -172,7 +163,7 @@ def test_a_plain_parameter_is_no_shard() -> None:
     assert not is_sharded(parameter)
     assert not is_flat(parameter)
     assert local_of(parameter) is parameter
-    assert meshes_of([parameter]) == []
+    assert ranks.meshes_of([parameter]) == []
 
 
 @pytest.mark.usefixtures("one_process")
@@ -183,8 +174,8 @@ def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
     assert type(local_of(whole)) is torch.Tensor
     local_of(whole).mul_(2.0)
     assert torch.equal(value, torch.full((2,), 2.0))
-    assert meshes_of([value, whole, whole]) == [whole.device_mesh]
-    assert copies_in_mesh(whole) == 1
+    assert ranks.meshes_of([value, whole, whole]) == [whole.device_mesh]
+    assert SyncGroup(None, torch.device("cpu"), 1).copies_of(whole) == 1
 
 
 @pytest.mark.usefixtures("one_process")
@@ -192,9 +183,9 @@ def test_a_distributed_tensor_is_worked_on_by_its_part() -> None:
 def test_addends_become_a_sum(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(shard(Replicate(), torch.ones(2, dtype=dtype)))
     parameter.grad = shard(Partial(), torch.ones(2, dtype=dtype))
-    reduce_partial([nn.Parameter(torch.ones(1)), parameter], halves_alone=True)
+    ranks.reduce_partial([nn.Parameter(torch.ones(1)), parameter], halves_alone=True)
     gradient: Any = parameter.grad
     assert gradient.placements[0].is_partial() is (dtype is torch.float32)
-    reduce_partial([parameter], halves_alone=False)
+    ranks.reduce_partial([parameter], halves_alone=False)
     gradient = parameter.grad
     assert gradient.placements == (Replicate(),)

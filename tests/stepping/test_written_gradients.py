@@ -286,9 +286,11 @@ def test_inf_before_or_in_a_block_of_several_optimizers_skips_them_all(
     for optimizer in program.optimizers:
         optimizer.zero_grad()
     program.shared.grad = None
+    before = autoamp.state_dict()["loss_scaler1"]["loss_scale"]
     program.backward([0], 0, through=[0])
     program.backward(range(4), 1, through=[3], size=math.inf)
     assert program.steps(order) == [False] * 4
+    assert autoamp.state_dict()["loss_scaler1"]["loss_scale"] == before / 2
 
 
 class _Closure:

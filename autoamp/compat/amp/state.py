@@ -112,7 +112,7 @@ class ScalerView:
         """Return the checks of gradients of this scaler since the last step. Waits for the device."""
         runtime = current_runtime()
         guards = [] if runtime is None else runtime.optimizers.guards
-        pending = [check for guard in guards for check in guard.pending.checks if check.scaler is self._scaler]
+        pending = [check for guard in guards for check in guard.grads.checks if check.scaler is self._scaler]
         read_checks(pending)
         return pending
 
@@ -223,10 +223,10 @@ class AmpStash(GroupsOfMasters):
             return
         # Gradients of half parameters become their masters', so each is put aside once.
         guard.grads.collect()
-        guard.pending.resolve_dropped_grads()
+        guard.grads.resolve_dropped_grads()
         self._aside = [(param, param.grad) for param in guard.grads.params() if param.grad is not None]
         # Checks of these gradients are put aside too: the block of `post_backward` sees other gradients.
-        self._found, guard.pending.checks = guard.pending.checks, []
+        self._found, guard.grads.checks = guard.grads.checks, []
         for param in [*guard.grads.params(), *([] if masters is None else self.all_fp16_params)]:
             param.grad = None
 
@@ -248,7 +248,7 @@ class AmpStash(GroupsOfMasters):
         for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
         guard.grads.collect()
-        guard.pending.checks = [*found, *guard.pending.checks]
+        guard.grads.checks = [*found, *guard.grads.checks]
 
     def _guard(self, name: str) -> StepGuard:
         runtime, optimizer = current_runtime(), self._optimizer()

@@ -141,8 +141,8 @@ def _will_skip(optimizer: Any) -> bool:
     if runtime is None or not _is_guardable(optimizer):
         return False
     guard = runtime.optimizers.guard(optimizer, check=False)
-    guard.pending.finish_delayed()
-    return bool(guard.pending.checks) and guard.overflowed()
+    guard.grads.finish_delayed()
+    return bool(guard.grads.checks) and guard.grads.overflowed()
 
 
 def _is_guardable(optimizer: Any) -> bool:
