@@ -69,7 +69,7 @@ TESTS = {
         "tests/stepping",
         *STEPS,
         "tests/auto_scaling",
-        "tests/property/test_training.py",
+        "tests/property/test_steps.py",
         "tests/integration/test_device_steps.py",
         "tests/integration/test_several_calls.py",
         "tests/integration/test_misuse.py::test_a_warning_gives_the_value_the_rule_and_the_remedy_once",
@@ -89,7 +89,7 @@ TESTS = {
         "tests/auto_scaling",
         "tests/stepping/test_closures.py",
         "tests/stepping/test_optimizer_steps.py",
-        "tests/property/test_training.py",
+        "tests/property/test_steps.py",
     ],
 }
 # Modules apart from their package: they are about several ranks, and tests with these take long.

@@ -1,4 +1,4 @@
-"""A step is right or refused: programs of two models and two optimizers, drawn at random, beside plain torch in fp32.
+"""A step is right or refused: programs of two models and two optimizers, drawn at random, beside plain torch.
 
 Every gradient is a small whole number, which half precision holds at any scale in use here, so that weights, states
 and what the optimizers step are those of plain torch bit for bit. The plain program knows what must be skipped and
@@ -8,6 +8,8 @@ what must be refused; it runs first, and notes the weights after each action.
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,15 +28,37 @@ from autoamp.optimizers import FusedAdam, FusedSGD
 LISTS = {"extends": [], "fp16": ["linear"]}
 
 
+class Net(nn.Module):
+    """Two layers side by side, so that no gradient depends on a weight. ``late`` is in no optimizer at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.first.bias.register_hook(lambda grad: grad * 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(self.first.weight.dtype)
+        return self.first(inputs) + self.late(inputs)  # type: ignore[no-any-return]
+
+
+class ProgramError(Exception):
+    """What ends a block, and is caught by the program."""
+
+
 @dataclass(frozen=True)
 class Block:
-    """A backward pass of a loss of some models, scaled for some optimizers."""
+    """A backward pass of a loss of some models, scaled for some optimizers.
+
+    ``how`` is what else happens: ``"twice"`` is two passes in one block, ``"delayed"`` two in two, the first with
+    ``delay_unscale``; ``"cleared"`` clears the gradients in the block, ``"failed"`` ends it with an error, and
+    ``"late"`` is a pass after it.
+    """
 
     seed: int
     models: tuple[int, ...]
     optimizers: tuple[int, ...]
     overflows: bool = False
-    late: bool = False
+    how: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,30 @@ class Fill:
     optimizer: int
 
 
+@dataclass(frozen=True)
+class Freeze:
+    """Freeze the bias of one model, or let it train again."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    """Give one optimizer the layer ``late`` as a group of its own."""
+
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep what a checkpoint has."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Clear the gradients, and load what was kept last."""
+
+
 def _replace(params: Sequence[Any]) -> None:
     for param in params:
         param.grad = param.grad.clamp(-1, 1)
@@ -88,6 +136,7 @@ WRITES: dict[str, Callable[[Sequence[Any]], Any]] = {
     "clip": lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0),
     "nan by clipping": lambda params: torch.nn.utils.clip_grad_norm_(params, math.nan),
     "replace": _replace,
+    "replace at the model": _replace,
     "replace by nan": lambda params: setattr(params[0], "grad", params[0].grad / 0 * 0),
     "double": _in_place(lambda grad: grad.mul_(2)),
     "inf": lambda params: params[-1].grad.view(-1)[-1:].fill_(math.inf),
@@ -104,10 +153,12 @@ CLEARS: dict[str, Callable[[Any, Any], Any]] = {
 }
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05),
-    "Adam, foreach": lambda params: torch.optim.Adam(params, lr=0.05, foreach=True),
-    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
-    "FusedAdam": lambda params: FusedAdam(params, lr=0.05),
+    "SGD, fused": lambda params: torch.optim.SGD(params, lr=0.125, weight_decay=0.25, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05, eps=1e-3),
+    "Adam, foreach": lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-3, foreach=True, amsgrad=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.05, eps=1e-3, fused=True),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.05, eps=1e-3),
+    "FusedAdam": lambda params: FusedAdam(params, lr=0.05, eps=1e-3),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.125, momentum=0.5),
 }
 
@@ -125,14 +176,17 @@ class World:
 
     def __init__(self, way: str, makers: Sequence[str], early: Sequence[int]) -> None:
         self.way = way
-        self.models: list[Any] = [nn.Linear(2, 2) for _ in makers]
+        self.models: list[Any] = [Net() for _ in makers]
         numbers = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for param in (param for model in self.models for param in model.parameters()):
                 param.copy_(torch.randint(8, 24, param.shape, generator=numbers) / 16)
+        if way == "O3" and type(self) is World:
+            self.models = [model.half() for model in self.models]
         self.optimizers = [
-            OPTIMIZERS[name](model.parameters()) for name, model in zip(makers, self.models, strict=True)
+            OPTIMIZERS[name](model.first.parameters()) for name, model in zip(makers, self.models, strict=True)
         ]
+        self.saved: list[Any] = []
         self.schedulers: dict[int, Any] = {}
         for number in early:
             self.schedule(Schedule(number))
@@ -158,17 +212,23 @@ class World:
         every = tuple(range(len(self.models)))
         auto = self.way == "auto_scale"
         named = action.models if auto else action.optimizers
-        if action.late and not auto:
+        if action.how == "late" and not auto:
             raise Refused
         if any(self.left_scaled[number] for number in named if number in action.models):
             raise Refused
+        if action.how == "cleared":
+            if any(any(self.found[number]) for number in named):
+                raise Unclear
+            for number in named:
+                self.clear(Clear(number, "optimizer"))
         for number in action.models:
             self.replaced[number] = self.keeps_replaced[number] = False
         before = [[None if p.grad is None else p.grad.clone() for p in self.params(number)] for number in every]
         for number in named:
             if self.found[number] and all(grad is None for grad in before[number]):
                 self.found[number].clear()
-        self.loss(action).backward()
+        for _ in range(2 if action.how in ("twice", "delayed") else 1):
+            self.loss(action).backward()
         overflowed = action.overflows and not set(named).isdisjoint(action.models)
         # A block looks at all gradients of its optimizers; a pass looks at what it adds, and the step at the sum.
         stale = any(grad is not None and not grad.isfinite().all() for number in named for grad in before[number])
@@ -179,11 +239,14 @@ class World:
         for number in action.models:
             if number not in named:
                 # Zeros are the same at any scale.
-                self.left_scaled[number] = any(p.grad.count_nonzero() for p in self.params(number))
+                self.left_scaled[number] = any(
+                    p.grad is not None and p.grad.count_nonzero() for p in self.params(number)
+                )
             elif action.overflows and auto:
                 # Zeros come in place of a gradient that overflowed.
                 for param, grad in zip(self.params(number), before[number], strict=True):
-                    param.grad = torch.zeros_like(param) if grad is None else grad
+                    if param.requires_grad:
+                        param.grad = torch.zeros_like(param) if grad is None else grad
 
     def write(self, action: Write) -> None:
         params = [param for param in self.params(action.optimizer) if param.grad is not None]
@@ -192,7 +255,7 @@ class World:
                 raise Refused if "clip" in action.how else Unclear
             if self.keeps_replaced[action.optimizer]:
                 raise Unclear
-            self.replaced[action.optimizer] |= action.how.startswith("replace") and self.way == "O2"
+            self.replaced[action.optimizer] |= action.how in ("replace", "replace by nan") and self.way == "O2"
             WRITES[action.how](params)
 
     def clear(self, action: Clear) -> None:
@@ -207,6 +270,29 @@ class World:
         with torch.no_grad():
             for param in self.params(action.optimizer):
                 param.mul_(0.5)
+
+    def freeze(self, action: Freeze) -> None:
+        bias = self.models[action.optimizer].first.bias
+        bias.requires_grad_(not bias.requires_grad)
+
+    def addgroup(self, action: AddGroup) -> None:
+        optimizer, late = self.optimizers[action.optimizer], self.models[action.optimizer].late
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(late.requires_grad_(True).parameters())})
+
+    def parts(self) -> list[Any]:
+        return [*self.models, *self.optimizers]
+
+    def save(self, action: Save) -> None:
+        groups = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        self.saved = [groups, *copy.deepcopy([part.state_dict() for part in self.parts()])]
+
+    def load(self, action: Load) -> None:
+        if self.saved and self.saved[0] == [len(optimizer.param_groups) for optimizer in self.optimizers]:
+            for number in range(len(self.models)):
+                self.clear(Clear(number, "optimizer"))
+            for part, state in zip(self.parts(), copy.deepcopy(self.saved[1:]), strict=True):
+                part.load_state_dict(state)
 
     def step(self, action: Step) -> None:
         number = action.optimizer
@@ -244,6 +330,16 @@ class World:
         if number in self.schedulers:
             self.schedulers[number].step()
 
+    def grads(self, action: Any) -> list[Tensor | None]:
+        """Return the gradients of what a block has unscaled, where none overflowed."""
+        if not isinstance(action, Block) or any(map(any, self.found)):
+            return []
+        some = [number for number in action.models if number in action.optimizers or self.way == "auto_scale"]
+        return [None if p.grad is None else p.grad.nan_to_num(1e9) for number in some for p in self.params(number)]
+
+    def stepped_layers(self, number: int) -> list[Any]:
+        return [self.models[number].first, self.models[number].late][: len(self.optimizers[number].param_groups)]
+
     def weights(self) -> list[Tensor]:
         return [param.detach().clone() for number in range(len(self.models)) for param in self.params(number)]
 
@@ -267,7 +363,7 @@ class Mixed(World):
         super().__init__(way, makers, early)
         scaler = autoamp.DynamicLossScaler(32.0, growth_interval=2)
         given: dict[str, Any] = {"dtype": torch.float16, "device_type": "cpu", "lists": LISTS, "loss_scale": scaler}
-        if way in ("O1", "O2"):
+        if way.startswith("O"):
             self.models, self.optimizers = autoamp.initialize(
                 self.models, self.optimizers, opt_level=way, verbosity=0, **given
             )
@@ -278,19 +374,34 @@ class Mixed(World):
             self.handle.auto_scale()
 
     def block(self, action: Block) -> None:
-        loss = self.loss(action)
-        if self.way == "auto_scale":
-            loss.backward()
-            return
-        with self.handle.scale_loss(loss, [self.optimizers[number] for number in action.optimizers]) as scaled:
-            if not action.late:
+        named = action.models if self.way == "auto_scale" else action.optimizers
+        for place in range(2 if action.how == "delayed" else 1):
+            loss, delay = self.loss(action), action.how == "delayed" and place == 0
+            with contextlib.suppress(ProgramError), self.scaled(loss, named, delay) as scaled:
+                if action.how == "cleared":
+                    for number in named:
+                        self.clear(Clear(number, "optimizer"))
+                if action.how != "late":
+                    scaled.backward(retain_graph=action.how == "twice")
+                if action.how == "twice":
+                    scaled.backward()
+                if action.how == "failed":
+                    raise ProgramError
+            if action.how == "late":
                 scaled.backward()
-        if action.late:
-            scaled.backward()
+
+    def scaled(self, loss: Tensor, named: Sequence[int], delay: bool) -> Any:
+        if self.way == "auto_scale":
+            return contextlib.nullcontext(loss)
+        return self.handle.scale_loss(loss, [self.optimizers[number] for number in named], delay_unscale=delay)
+
+    def parts(self) -> list[Any]:
+        return [*super().parts(), self.handle]
 
     def write(self, action: Write) -> None:
         # At O2 this lets masters have the gradients that another optimizer's block has left in half parameters.
-        every = autoamp.master_params(self.optimizers[action.optimizer])
+        at_model = (param for layer in self.stepped_layers(action.optimizer) for param in layer.parameters())
+        every = at_model if "model" in action.how else autoamp.master_params(self.optimizers[action.optimizer])
         params = [param for param in every if param.grad is not None]
         if params:
             WRITES[action.how](params)
@@ -320,12 +431,12 @@ def _actions(world: World, actions: Sequence[Any]) -> Iterator[Any]:
         try:
             getattr(world, type(action).__name__.lower())(action)
         except (Refused, UsageError):
-            yield "refused", world.weights()
+            yield "refused", world.weights(), []
             return
         except Unclear:
-            yield "unclear", None
+            yield "unclear", None, []
             return
-        yield "done", world.state()
+        yield "done", world.state(), world.grads(action)
 
 
 def run(way: str, makers: Sequence[str], early: Sequence[int], actions: Sequence[Any]) -> None:
@@ -336,27 +447,31 @@ def run(way: str, makers: Sequence[str], early: Sequence[int], actions: Sequence
             if expected[0] == "unclear":
                 return
             assert found[0] == expected[0], action
-            for one, other in zip(found[1], expected[1], strict=True):
+            # Where gradients overflowed there is nothing to compare with.
+            pairs = zip(found[1], expected[1], strict=True), zip(found[2], expected[2], strict=bool(expected[2]))
+            for one, other in itertools.chain(*pairs):
                 equal = torch.equal(one, other) if isinstance(one, Tensor) else one == other
                 assert equal, (action, one, other)
             if way == "O2":
                 with torch.no_grad():
                     # A forward pass sees what the optimizer steps.
                     world.loss(Block(0, (0, 1), ()))
-                halves = [param for model in world.models for param in model.parameters()]
+                layers = itertools.chain(*map(world.stepped_layers, (0, 1)))
+                halves = [param for layer in layers for param in layer.parameters()]
                 assert all(torch.equal(half, p.to(half.dtype)) for half, p in zip(halves, world.weights(), strict=True))
 
 
 NUMBERS = st.integers(0, 1)
 SUBSETS = st.sampled_from([(0,), (1,), (0, 1)])
+HOWS = st.sampled_from([""] * 4 + ["twice", "delayed", "cleared", "failed"])
 RIGHT = SUBSETS.flatmap(
     lambda some: st.builds(
-        Block, st.integers(0, 20), st.just(some), st.just(some), st.sampled_from([False] * 4 + [True])
+        Block, st.integers(0, 20), st.just(some), st.just(some), st.sampled_from([False] * 4 + [True]), HOWS
     )
 )
 WRONG = st.builds(
     Block, st.integers(0, 20), SUBSETS, SUBSETS, st.sampled_from([False] * 6 + [True]),
-    st.sampled_from([False] * 4 + [True]),
+    st.sampled_from([""] * 4 + ["late"]),
 )  # fmt: skip
 
 
@@ -375,6 +490,9 @@ ACTIONS = st.one_of(
     st.builds(Clear, NUMBERS, st.sampled_from(list(CLEARS))),
     st.builds(Schedule, NUMBERS),
     st.builds(Fill, NUMBERS),
+    st.builds(Freeze, NUMBERS),
+    st.builds(AddGroup, NUMBERS),
+    st.sampled_from([Save(), Load()]),
 )  # fmt: skip
 PAIRS = st.tuples(*[st.sampled_from(list(OPTIMIZERS))] * 2)
 
@@ -384,7 +502,7 @@ BOTH = Block(0, (0, 1), (0, 1))
 # Programs that were wrong once.
 FOUND: list[list[Any]] = [
     [Block(0, (0, 1), (0,)), Step(0), Step(1)],
-    [BLOCK, Block(0, (0,), (0,), late=True)],
+    [BLOCK, Block(0, (0,), (0,), how="late")],
     [_with_closure(0, 0, True), BOTH, Step(1)],
     [Block(0, (0,), (1,)), Write(0, "clip")],
     [OVERFLOW, Clear(0, "optimizer"), _with_closure(0, 0, False)],
@@ -397,11 +515,12 @@ FOUND: list[list[Any]] = [
     [BLOCK, NAN, Step(0), BLOCK, BLOCK, Block(11, (0,), (0,)), Clear(0, "foreach"), Fill(0), Block(13, (1,), (0,)),
      Fill(1), Step(0), BOTH, Block(2, (0, 1), (0, 1)), _with_closure(0, 3, False)],
     [_with_closure(0, 1, False), _with_closure(0, 2, True), Step(0)],
+    [BLOCK, AddGroup(0), Block(0, (0,), (1,)), BLOCK],
 ]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", ["O1", "O2", "auto_scale"])
+@pytest.mark.parametrize("way", ["O1", "O2", "O3", "auto_scale"])
 @given(makers=PAIRS, early=st.sampled_from([(), (0,), (0, 1)]), actions=st.lists(ACTIONS, min_size=3, max_size=14))
 def test_a_step_is_right_or_refused(
     way: str, makers: tuple[str, str], early: Sequence[int], actions: list[Any]
