@@ -66,7 +66,7 @@ class Report(SimpleNamespace):
         # Models in half precision, and the program's own casts, need none of ours.
         needless = has_halves or self.dtype == "float32" or self.casts_left_to is not None
         for name, counts, before in (("ops", self.ops, ""), ("casts", self.casts, "to ")):
-            if self.casts_left_to != AUTOCAST and (counts or (counts is not None and not needless)):
+            if self.casts_left_to != AUTOCAST and (counts or not needless):
                 yield f"{name} {_listed(counts, before)}"
         if has_halves:
             yield f"parameters {_listed(parameters)}, {'with fp32' if self.masters else 'without'} masters"

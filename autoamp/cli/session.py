@@ -271,7 +271,7 @@ class Run:
         """Return the report of this process up to now. Its attributes are the values of ``--report``."""
         now, casts_some = runtime_of(self._now), isinstance(self._now, Handle)
         self._listening.close()
-        counted, counts = bool(self._counts), sum_of(self._counts)
+        counts = sum_of(self._counts)
         casts: Counter[str] = Counter()
         for (_, after), count in sorted(counts.casts.items()):
             casts[after] += count
@@ -288,10 +288,10 @@ class Run:
             device_type=now.settings.device_type if casts_some else None,
             # None where nothing was set up.
             dtype=self._dtype(now, own) if casts_some else None,
-            # Calls of listed functions and casts, by the dtype that they ran in or cast to; None where nobody counted.
-            ops=counts.by_dtype() if counted else None,
-            casts=dict(casts) if counted else None,
-            functions=counts.ops if counted else None,
+            # Calls of listed functions and casts, by the dtype that they ran in or cast to.
+            ops=counts.by_dtype(),
+            casts=dict(casts),
+            functions=counts.ops,
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,

@@ -68,10 +68,6 @@ def test_lists_tell_the_reason_and_the_installed_file(place: Path, capsys: pytes
     assert line.endswith(found[3])
     assert main(["lists", "einsum", "--dtype", "bf16", "--device-type", "cpu"]) == 0
     assert "; promotes where it contracts nothing\n" in capsys.readouterr().out
-    # One that is asked for is as it is among all.
-    assert main(["lists", "--dtype", "bf16", "--device-type", "cpu"]) == 0
-    whole = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["layer_norm", "none", f"lists/bf16.toml:{found[2]}"] in whole
 
 
 def test_all_rules_are_shown_but_names_that_compute_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,9 +42,8 @@ print("loss:", loss.item())
 """
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("60s", 60), ("1.5m", 90), ("2h", 7200), ("45", 45)])
-def test_budgets(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+def test_budgets() -> None:
+    assert [seconds_of(text) for text in ("60s", "1.5m", "2h", "45")] == [60, 90, 7200, 45]
 
 
 def test_a_list_that_is_there_is_not_overwritten(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,13 +106,6 @@ def test_a_run_in_fp32_must_tell_a_metric(
         runs_of(text, metric="accuracy").run(None, 0)
     assert ended.value.code == 1
     assert re.search(f"{message}.* Nothing was written", capsys.readouterr().err)
-
-
-def test_without_a_metric_in_fp32_nothing_is_written(script: Path, forked: None) -> None:
-    script.write_text("import torch\ntorch.ones(1)\n")
-    with pytest.raises(SystemExit):
-        main(["tune", *ON_CPU, "--budget", "5s", "--metric", "accuracy", "script.py"])
-    assert not Path("autoamp.toml").exists()
 
 
 def test_from_end_to_end(script: Path, forked: None) -> None:

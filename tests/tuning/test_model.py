@@ -1,13 +1,16 @@
-"""The cost model on planted tables: what it changes, and what it leaves."""
+"""The cost model on planted tables: what it changes, what it leaves, and the list file that is written."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from autoamp.tuning import proposals_of
+from autoamp.rules import CastPolicy, load_table
+from autoamp.tuning import Proposal, list_text, proposals_of
 from autoamp.tuning.model import Use
 from tests.tuning.planted import survey, use
 
@@ -77,7 +80,9 @@ def test_an_op_with_a_large_error_goes_to_fp32() -> None:
 
 
 def test_an_op_that_does_not_pay_goes_to_fp32() -> None:
-    found = proposals_of(survey(use("conv2d", "fp16", 100, 700), use("linear", "fp16", 1000, 500, casts=10), steps=2))
+    found = proposals_of(
+        survey(use("conv2d", "fp16", 25, 175, calls=4), use("linear", "fp16", 1000, 500, casts=10), steps=2)
+    )
     assert [(one.name, one.value, one.kind) for one in found] == [("conv2d", "fp32", "unprofitable")]
     assert found[0].reason == "does not pay on cpu: fp32 50 us, float16 350 us, with casts 350 us a step"
 
@@ -102,7 +107,33 @@ def test_two_unsafe_ops_of_one_class_are_one_entry() -> None:
     assert "; conv1d is unsafe in this class" in found.reason
 
 
-def test_a_total_is_of_all_calls() -> None:
-    one = use("linear", "fp16", 3, 2, calls=4)
-    assert one.total("fp32") == 4 * 3e-6
-    assert one.total("unknown") is None
+PROPOSALS = (
+    Proposal("softmax", "fp16", "profitable", "40 us, 100 us"),
+    Proposal("mul", "fp32", "unsafe", "5 overflow\nat 'net.py':7 \x00 # \u20ac"),
+    Proposal("add", "fp32", "unsafe", "6 overflow"),
+    Proposal("conv2d", "fp32", "unprofitable", "does not pay"),
+    Proposal("net.Head", "fp32", "unsafe", "linear is unsafe", of_module=True),
+)
+
+
+def test_entries_have_their_policies_and_reasons(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    text = list_text(PROPOSALS, ["bf16"], ["Written by autoamp tune.", "", "two\nlines"])
+    path.write_text(text, encoding="utf-8")
+    assert tomllib.loads(text) == {
+        "schema": 1,
+        "extends": ["bf16"],
+        "fp16": ["softmax"],
+        "fp32": ["add", "conv2d", "mul"],
+        "modules": {"net.Head": "fp32"},
+    }
+    assert '"softmax",  # profitable: 40 us, 100 us' in text
+    assert "# unsafe: 5 overflow at 'net.py':7   # \u20ac" in text
+    table = load_table(str(path), start=tmp_path, environ={})
+    rule = table.policy_of("mul")
+    assert rule is not None
+    assert (rule.policy, rule.origin.path) == (CastPolicy.FP32, str(path))
+
+
+def test_without_entries_it_is_a_list_still() -> None:
+    assert tomllib.loads(list_text((), comments=["nothing pays"])) == {"schema": 1}
