@@ -49,6 +49,7 @@ SEARCH = ["--metric", "loss", "--dtype", "fp16"]
           for command in ("tune", "bisect") for text in ("nan", "-1")),
         (["tune", *SEARCH, "--max-error", "nan"], "--max-error must be 0 or more"),
         (["tune", *SEARCH, "--seeds", "0"], "--seeds must be 1 or more"),
+        (["tune", *SEARCH, "-o", "script.py"], "--output 'script.py' exists; move it away"),
         (["tune", *SEARCH, "-o", "none/list.toml"], "--output 'none/list.toml' cannot be written: give a file"),
         *((["tune", *SEARCH, f"--budget={text}"], f"--budget {text!r} is not a time")
           for text in ("", "0s", "soon", "-3s", "5d")),

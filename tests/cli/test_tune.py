@@ -46,13 +46,6 @@ def test_budgets() -> None:
     assert [seconds_of(text) for text in ("60s", "1.5m", "2h", "45")] == [60, 90, 7200, 45]
 
 
-def test_a_list_that_is_there_is_not_overwritten(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script.touch()
-    Path("autoamp.toml").write_text("schema = 1\n")
-    assert main(["tune", "--metric", "loss", "script.py"]) == 2
-    assert "--output 'autoamp.toml' exists; move it away" in capsys.readouterr().err
-
-
 OUTER = """
 import torch, autoamp
 class Outer(torch.nn.Module):

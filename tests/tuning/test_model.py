@@ -43,6 +43,7 @@ def changes(*uses, **how):
         ([use("linear", "fp16", 1000, 500), use("dot", "fp16", 1, 2)], {}),
         # torch's own class would mean all modules of it.
         ([replace(BAD, module_class="torch.nn.Linear"), GOOD], {"linear": ("fp32", "unsafe")}),
+        ([BAD, GOOD], {"net.Head": ("fp32", "unsafe")}),
         # Half precision pays nowhere else.
         ([BAD, use("linear", "fp16", 500, 1000)], {"linear": ("fp32", "unsafe")}),
         # The list has `__matmul__`: a rule on `matmul` would not act.
@@ -92,18 +93,12 @@ def test_an_op_that_cannot_be_run_in_half_goes_to_fp32() -> None:
     assert (found.value, found.reason) == ("fp32", "it cannot be run in float16 on cpu")
 
 
-def test_an_op_that_is_unsafe_in_one_class_alone_goes_to_fp32_there() -> None:
-    (found,) = proposals_of(survey(BAD, GOOD))
-    assert (found.name, found.value, found.of_module) == ("net.Head", "fp32", True)
-    assert found.reason.startswith("linear is unsafe in this class, and pays elsewhere: 1 of its arguments and results")
-
-
 def test_two_unsafe_ops_of_one_class_are_one_entry() -> None:
     ops = [use(op, "fp16", 100, 50, module_class="net.Head", overflow=3) for op in ("bmm", "conv1d")]
     ops += [use(op, "fp16", 100, 50, module_class="net.Body") for op in ("bmm", "conv1d")]
     (found,) = proposals_of(survey(*ops))
     assert (found.name, found.value, found.of_module) == ("net.Head", "fp32", True)
-    assert "bmm is unsafe in this class" in found.reason
+    assert found.reason.startswith("bmm is unsafe in this class, and pays elsewhere: 3 of its arguments and results")
     assert "; conv1d is unsafe in this class" in found.reason
 
 
