@@ -176,8 +176,8 @@ class Run:
         self._counts: list[Counts] = []
         # Listeners that end with the report.
         self._listening = contextlib.ExitStack()
-        # Steps and skips that are not this process's: those of the parent before it forked.
-        self._inherited = (0, 0)
+        # Steps, skips and steps with inf or nan that are not this process's: those of the parent before it forked.
+        self._inherited = (0, 0, 0)
         self._parameters: dict[str, int] | None = None
         self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
@@ -247,9 +247,11 @@ class Run:
         multiprocessing.util.Finalize(None, self._tell, exitpriority=100)
 
     def _tell(self) -> None:
-        report = self.report([], 0)
         # A program starts new workers of a data loader for each pass through its data.
-        if not report.is_idle and get_worker_info() is None:
+        if get_worker_info() is not None:
+            return
+        report = self.report([], 0)
+        if not report.is_idle:
             for line in report.summary():
                 say(f"process {os.getpid()}: {line}")
 
@@ -261,10 +263,11 @@ class Run:
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
         now.models.buffer_losses.clear()
+        now.overflows.all.clear()
         done = now.optimizers.step_stats
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
-            self._inherited = done.all, done.skipped
+            self._inherited = done.all, done.skipped, now.nonfinite.total
         self._began = time.perf_counter()
 
     def report(self, program: list[str], exit_code: int) -> Report:
@@ -349,7 +352,7 @@ class Run:
             "loss_scale": counts.loss_scale(self._now.loss_scale) if by_program or ours else None,
             "steps": counts.all - before[0],
             "skipped": counts.skipped - before[1],
-            "nonfinite": now.nonfinite.total,
+            "nonfinite": now.nonfinite.total - before[2],
             "scaling_left_to": yielded_to,
             "unused_scaler": self._scaling.has_unused_scaler and counts.own_scale is None,
         }

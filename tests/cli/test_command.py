@@ -188,6 +188,8 @@ if __name__ == "__main__":
     how = sys.argv[1]
     if how == "os":
         work(1)
+        if "inf" in sys.argv:
+            train(Model(), 3, x=torch.full((2, 4), torch.inf))
         for steps in (0, 2):
             if not os.fork():
                 if steps:
@@ -231,6 +233,7 @@ RUNS = {
         for dtype in ("fp16", "bf16")
         for name in ("tables", "fp16_optimizer", "by_hand")
     },
+    "after inf": [*RUN, "children.py", "os", "inf"],
     **{how: [*RUN, "children.py", how] for how in ("os", "spawn", "fork", "cleared", "forkserver", "loader")},
 }
 # By what they show: a command line, its exit code, its output, and what its standard error has.
@@ -405,6 +408,13 @@ def test_each_process_tells_what_it_did_itself(
     assert sorted(int(re.match(rf"autoamp: process \d+: {told}", line)[1]) for line in others) == children
     idle = r"autoamp: bfloat16 on cpu \(O1\); ops (0); casts 0; peak RSS"
     assert int(re.match(f"autoamp: {told}" if parent else idle, last)[1]) == parent
+
+
+def test_a_fork_tells_of_no_step_of_its_parent(ended: dict[str, Ended]) -> None:
+    child, parent = (line for line in ended["after inf"].err.splitlines() if line.startswith("autoamp: "))
+    assert "inf or nan in 3 of 4 steps" in parent
+    assert "0 of 2 steps skipped" in child
+    assert "inf or nan" not in child
 
 
 def test_a_program_that_sigterm_ends_has_its_summary_and_report(folder: Path, ended: dict[str, Ended]) -> None:
