@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,18 +29,6 @@ log = logging.getLogger(__name__)
 _RECORDED = 8
 # Torch's own, also if this file is imported while lists are in force.
 _SUM: Any = original_of(Tensor.sum)
-
-
-class InferenceCall(NamedTuple):
-    """A call of a model.
-
-    Attributes:
-        kind: The class of the model.
-        recorded: Ends the record of the call; None if it is not recorded.
-    """
-
-    kind: type[Module]
-    recorded: contextlib.ExitStack | None
 
 
 class Inferences:
@@ -89,8 +77,12 @@ class Inferences:
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         return not (capturing or compiled_wrappers() or tracing_state() is not None)
 
-    def begin(self, module: Module, args: Any, kwargs: Any) -> InferenceCall:
-        """Begin a call; it is recorded if an earlier one gave inf or nan."""
+    def begin(self, module: Module, args: Any, kwargs: Any) -> tuple[type, contextlib.ExitStack | None]:
+        """Begin a call; it is recorded if an earlier one gave inf or nan.
+
+        Returns:
+            The class of the model, and what ends the record of the call; None if it is not recorded.
+        """
         self.calls += 1
         recorded = None
         if self._recorded:
@@ -98,32 +90,33 @@ class Inferences:
             recorded = contextlib.ExitStack()
             recorded.enter_context(self._recorder.one_step())
             self._recorder.record_call(module, args, kwargs)
-        return InferenceCall(type(unwrapped(module)), recorded)
+        return type(unwrapped(module)), recorded
 
-    def end(self, call: InferenceCall, outputs: Any) -> None:
+    def end(self, call: tuple[type, contextlib.ExitStack | None], outputs: Any) -> None:
         """Look at the outputs of a call; None if it raised."""
-        if call.recorded is not None:
+        kind, recorded = call
+        if recorded is not None:
             self._recorder.stop()
         tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
-        with call.recorded or contextlib.nullcontext():
-            if not tensors or call.kind in self._on_purpose:
+        with recorded or contextlib.nullcontext():
+            if not tensors or kind in self._on_purpose:
                 return
             with undisturbed():
                 # A sum of finite values is finite in double precision.
                 wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
                 flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
                 flag = flag.isfinite().logical_not()
-            if call.recorded is None and self._unread.serves(flag.device):
-                self._unread.add(flag, functools.partial(self._known, call.kind), urgent=True)
+            if recorded is None and self._unread.serves(flag.device):
+                self._unread.add(flag, functools.partial(self._known, kind), urgent=True)
                 return
-            self._known(call.kind, bool(flag))
-            if call.recorded is None or not bool(flag):
+            self._known(kind, bool(flag))
+            if recorded is None or not bool(flag):
                 return
             step = self._recorder.step
             step.loss_refs = list(map(step.tape.find, tensors))
             self._recorded, found = 0, self._explain(step)
             if found is None:
-                self._on_purpose.add(call.kind)
+                self._on_purpose.add(kind)
                 self._nonfinite, self._model = 0, ""
             else:
                 self.found.append(found)

@@ -376,7 +376,7 @@ def _made_by(node: Any, name: str) -> bool:
 
 
 class UnnoticedRecording(Unnoticed, Recording):
-    """A recording beside which all is computed as without it, by kernels that show no operators as well."""
+    """A recording that nobody who asks for modes notices: kernels that show no operators run as without it."""
 
 
 @contextlib.contextmanager
