@@ -32,8 +32,6 @@ class RNNCell(Module):
         hidden: The tensors of the hidden state, shape ``(batch, features)``, or None before the first call.
     """
 
-    # torch's function of one time step.
-    function: str
     # How many gates (the rows of the weights count in them), and how many tensors the hidden state has.
     gates = 1
     n_hidden_states = 1
@@ -74,27 +72,31 @@ class RNNCell(Module):
             the order of time.
         """
         self.init_hidden(input.shape[1])
+        # The input's part of the gates does not depend on the hidden state: one product for all time steps.
+        projected = self.project(input)
+        places = range(input.shape[0])
         assert self.hidden is not None
         # The model may have been cast since the last call.
-        hidden = tuple(state.to(self.w_hh.dtype) for state in self.hidden)
+        hidden = (self.hidden[0].to(projected[0].dtype), *self.hidden[1:])
         states = []
-        for step in reversed(input.unbind()) if reverse else input.unbind():
-            hidden = self.advance(step, hidden)
+        for place in reversed(places) if reverse else places:
+            hidden = self.advance(tuple(part[place] for part in projected), hidden)
             states.append(hidden)
         self.hidden = hidden
         if reverse:
             states.reverse()
         return torch.stack([state[0] for state in states]), states
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the next hidden state, the output first, from one time step of the input and the last hidden state.
+    def project(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Return what is computed from the input alone: tensors of shape ``(time, batch, features)``."""
+        return (F.linear(input, self.w_ih, self.b_ih),)
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the next hidden state, the output first, from one time step of `project`'s tensors and the last state.
 
         All shapes are ``(batch, features)``.
         """
-        last = hidden[0] if self.n_hidden_states == 1 else hidden
-        # Looked up at each step: it may have been patched.
-        found = getattr(torch, self.function)(input, last, self.w_ih, self.w_hh, self.b_ih, self.b_hh)
-        return found if isinstance(found, tuple) else (found,)
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         # The hidden state is a part of autograd's graph, and such a tensor cannot be deep-copied.
@@ -108,28 +110,41 @@ class RNNCell(Module):
 class ReLUCell(RNNCell):
     """``h' = relu(W_ih x + b_ih + W_hh h + b_hh)``."""
 
-    function = "rnn_relu_cell"
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        return (torch.relu(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh)),)
 
 
 class TanhCell(RNNCell):
     """The network of Elman 1990: ``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``."""
 
-    function = "rnn_tanh_cell"
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        return (torch.tanh(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh)),)
 
 
 class GRUCell(RNNCell):
     """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), with the formula of `torch.nn.GRU`."""
 
-    function = "gru_cell"
     gates = 3
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        input_reset, input_update, input_new = projected[0].chunk(3, -1)
+        reset, update, new = F.linear(hidden[0], self.w_hh, self.b_hh).chunk(3, -1)
+        candidate = torch.tanh(input_new + torch.sigmoid(input_reset + reset) * new)
+        return (candidate + torch.sigmoid(input_update + update) * (hidden[0] - candidate),)
 
 
 class LSTMCell(RNNCell):
     """The LSTM of Hochreiter and Schmidhuber 1997, as in `torch.nn.LSTM`."""
 
-    function = "lstm_cell"
     gates = 4
     n_hidden_states = 2
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See `RNNCell.advance`."""
+        return _lstm(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh), hidden[1])
 
 
 class mLSTMCell(LSTMCell):  # noqa: N801
@@ -145,10 +160,21 @@ class mLSTMCell(LSTMCell):  # noqa: N801
         self.w_mhh = Parameter(torch.empty(hidden_size, hidden_size))
         self.reset_parameters()
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def project(self, input: Tensor) -> tuple[Tensor, ...]:
+        """See `RNNCell.project`."""
+        return (*super().project(input), F.linear(input, self.w_mih))
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        product = F.linear(input, self.w_mih) * F.linear(hidden[0], self.w_mhh)
-        return super().advance(input, (product, hidden[1]))
+        product = projected[1] * F.linear(hidden[0], self.w_mhh)
+        return _lstm(projected[0] + F.linear(product, self.w_hh, self.b_hh), hidden[1])
+
+
+def _lstm(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next hidden state, in the gates' dtype, and the next cell state, in the wider one of the two."""
+    enter, forget, new, leave = gates.chunk(4, -1)
+    following = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+    return (torch.sigmoid(leave) * torch.tanh(following)).to(gates.dtype), following
 
 
 class _Network(Module):
