@@ -28,7 +28,8 @@ from autoamp.errors import UsageError
 # Holds JSON for children: the options, and how to find their ``__main__``.
 CHILD_VARIABLE = "AUTOAMP_RUN"
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# The main module of children.
+_CHILD_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child_main.py")
 
 
 def prepared(chosen: argparse.Namespace, options: Mapping[str, Any]) -> Callable[[], None]:
@@ -158,7 +159,7 @@ def _tell_children(chosen: argparse.Namespace, options: Mapping[str, Any]) -> No
     def get_preparation_data(name: str) -> dict[str, Any]:
         data = original(name)
         if data.pop("init_main_from_name", None) or data.get("init_main_from_path"):
-            data["init_main_from_path"] = _HERE + "child_main.py"
+            data["init_main_from_path"] = _CHILD_MAIN
         return data
 
     multiprocessing.spawn.get_preparation_data = get_preparation_data

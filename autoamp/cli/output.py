@@ -47,9 +47,8 @@ def say(line: str, *, wrong: bool = False) -> None:
         line: One, or several.
         wrong: Whether it tells of an error, which shows in color.
     """
-    rest = line.removeprefix("autoamp: ")
     try:
-        sys.stderr.write(f"{_styled('autoamp:', '1;31' if wrong else '1;36', sys.stderr)} {rest}\n")
+        sys.stderr.write(f"{_styled('autoamp:', '1;31' if wrong else '1;36', sys.stderr)} {line}\n")
         sys.stderr.flush()
     except (AttributeError, OSError, ValueError):
         # There is no stderr, or it is closed.

@@ -42,11 +42,11 @@ class Report(SimpleNamespace):
             freed = "" if self.memory is None else f", freed memory {self.memory}"
             yield f"peak RSS {self.peak_rss / 2**20:,.0f} MiB{freed}"
         if self.dtype is not None and self.lists and self.casts_left_to is None:
-            here = Path(self.folder)
             # A list of a parent folder is easily overlooked.
-            parents = [str(folder / name) for folder in here.parents for name in ("autoamp.toml", "pyproject.toml")]
-            names = (f"{name} of a parent folder" if name in parents else name for name in self.lists)
-            yield f"lists {', '.join(name.removeprefix('lists/').removeprefix(f'{here}/') for name in names)}"
+            files = ("autoamp.toml", "pyproject.toml")
+            above = [str(folder / name) for folder in Path(self.folder).parents for name in files]
+            names = (f"{name} of a parent folder" if name in above else name for name in self.lists)
+            yield f"lists {', '.join(name.removeprefix('lists/').removeprefix(f'{self.folder}/') for name in names)}"
         yield f"{self.seconds:.1f} s"
 
     def _casts(self) -> Iterator[str]:

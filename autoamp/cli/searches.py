@@ -58,7 +58,6 @@ def tune(chosen: argparse.Namespace) -> int:
         raise UsageError("--seeds must be 1 or more")
     if not chosen.max_error >= 0:
         raise UsageError("--max-error must be 0 or more")
-    seeds = range(chosen.seed, chosen.seed + chosen.seeds)
     with program_runs(chosen) as runs:
         seconds = _SURVEY * runs.budget
         say(f"surveying {chosen.program} in fp32, for {seconds:.0f} s at most")
@@ -66,8 +65,8 @@ def tune(chosen: argparse.Namespace) -> int:
         proposals = tuning.proposals_of(survey, max_error=chosen.max_error)
         say(f"uses of ops: {len(survey.uses)}; changes to try: {len(proposals)}")
         search = tuning.Search(
-            run=runs.run, seeds=seeds, tolerance=chosen.tolerance, proposals=proposals,
-            higher_is_better=chosen.higher_is_better,
+            run=runs.run, seeds=range(chosen.seed, chosen.seed + chosen.seeds), tolerance=chosen.tolerance,
+            proposals=proposals, higher_is_better=chosen.higher_is_better,
         )  # fmt: skip
         search.search()
         lines = search.summary(survey, chosen.metric)
@@ -77,9 +76,8 @@ def tune(chosen: argparse.Namespace) -> int:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"--output {chosen.output!r} cannot be written ({error}); give another file") from None
-    for line in lines:
+    for line in [*lines, f"{chosen.output}: {len(search.chosen)} entries"]:
         say(line)
-    say(f"{chosen.output}: {len(search.chosen)} entries")
     return 0 if search.stopped is None else search.stopped.exit_code
 
 
@@ -325,7 +323,7 @@ def _surveyed(run_program: Callable[[], None], run: Run, spec: argparse.Namespac
         run.follow(begin)
         with contextlib.suppress(tuning.SurveyEnded, SystemExit):
             run_program()
-    return max(surveyors, key=lambda one: one.seen).survey(spec.timing)
+    return max(surveyors, key=lambda one: len(one.ops)).survey(spec.timing)
 
 
 def _timed(run_program: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:

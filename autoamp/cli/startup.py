@@ -35,8 +35,7 @@ def set_up() -> None:
 
 def set_up_child(options: Mapping[str, Any]) -> None:
     """Set up a process that a program under `autoamp run` started, as the program's own was."""
-    chosen = session.Options(**options)
-    run = session.set_up(chosen)
-    if not chosen.quiet:
+    run = session.set_up(session.Options(**options))
+    if not run.options.quiet:
         run.tell_at_end()
         run.tell_in_forks()

@@ -239,8 +239,7 @@ def list_text(proposals: Sequence[Proposal], extends: Sequence[str] = (), commen
         extends: The sets and files that it is based on; none for those that apply anyway.
         comments: Lines for its head.
     """
-    lines = [_comment(line) for line in comments]
-    lines += ["schema = 1"]
+    lines = [*map(_comment, comments), "schema = 1"]
     if extends:
         lines.append(f"extends = [{', '.join(map(_string, extends))}]")
     ordered = sorted(proposals, key=operator.attrgetter("name"))

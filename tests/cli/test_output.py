@@ -31,7 +31,7 @@ def test_a_terminal_gets_colors_unless_variables_say_otherwise(
     # Here, since pytest sets its own once fixtures are done.
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setattr("sys.stderr", stream)
-    say("autoamp: one [b]line[/b]")
+    say("one [b]line[/b]")
     say("wrong", wrong=True)
     show("Heading")
     first, second, third, end = ("\x1b[1;36m", "\x1b[1;31m", "\x1b[1m", "\x1b[0m") if colored else [""] * 4
