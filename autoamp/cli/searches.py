@@ -115,9 +115,7 @@ def bisect(chosen: argparse.Namespace) -> int:
         say(line)
     if search.chosen:
         sys.stdout.write(tuning.list_text(search.chosen, comments=lines))
-    if search.stopped is not None:
-        return search.stopped.exit_code
-    return int(search.is_wrong and not search.chosen)
+    return int(search.is_wrong and not search.chosen) if search.stopped is None else search.stopped.exit_code
 
 
 def seconds_of(text: str) -> float:
@@ -323,7 +321,7 @@ def _surveyed(run_program: Callable[[], None], run: Run, spec: argparse.Namespac
         run.follow(begin)
         with contextlib.suppress(tuning.SurveyEnded, SystemExit):
             run_program()
-    return max(surveyors, key=lambda one: len(one.ops)).survey(spec.timing)
+    return max(surveyors, key=lambda one: one.seen).survey(spec.timing)
 
 
 def _timed(run_program: Callable[[], None], run: Run, *, in_fp32: bool) -> float | None:

@@ -76,6 +76,11 @@ class Surveyor(RangeProfile):
         self._within: defaultdict[tuple[str | None, CallSite], dict[str, OpRange]] = defaultdict(dict)
         self._kept = 0
 
+    @property
+    def seen(self) -> int:
+        """How many uses were seen."""
+        return len(self._samples)
+
     # -- looking on --
 
     def before(self, call: Call) -> None:
