@@ -319,13 +319,11 @@ def _lost_sums(optimizer: Any, steps: _Steps) -> Iterator[tuple[None, str]]:
     sums, steps.sums = steps.sums, ()
     for lost, one in sorted(((one.stop(), one) for one in sums), key=lambda pair: -pair[0])[:1]:
         if lost > _LOST_OF_SUM:
-            yield (
-                None,
-                (
-                    f"{lost:.1%} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
-                    f"backward passes added it up in {dtype_name(one.param.dtype)}, before step {steps.count}"
-                ),
+            sentence = (
+                f"{lost:.1%} of the gradient of {_names(optimizer, [one.param])} was lost as {one.passes} "
+                f"backward passes added it up in {dtype_name(one.param.dtype)}, before step {steps.count}"
             )
+            yield None, sentence
 
 
 def _fp32_state(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Tensor, str, Tensor]]:
@@ -355,15 +353,13 @@ def _lost_state(optimizer: Any, steps: _Steps) -> Iterator[tuple[None, str]]:
         saved_values, values = (torch.cat([one.cpu() for one in some]) for some in elements)
         changes = ((values - saved_values) / saved_values).abs()[(saved_values != 0) & saved_values.isfinite()]
         gone = (changes == 1) | changes.isinf()
-        yield (
-            None,
-            (
-                f"load_state_dict of {type(optimizer).__name__} rounded {', '.join(sorted(set(names)))} of "
-                f"{_names(optimizer, params)} from float32 to {dtype_name(params[0].dtype)}: values changed by up "
-                f"to {max(changes[~gone].tolist(), default=0.0):.2%}, and {float(gone.float().mean()):.1%} of "
-                "them became 0 or inf"
-            ),
+        sentence = (
+            f"load_state_dict of {type(optimizer).__name__} rounded {', '.join(sorted(set(names)))} of "
+            f"{_names(optimizer, params)} from float32 to {dtype_name(params[0].dtype)}: values changed by up to "
+            f"{max(changes[~gone].tolist(), default=0.0):.2%}, and {float(gone.float().mean()):.1%} of them became "
+            "0 or inf"
         )
+        yield None, sentence
 
 
 # -- a few elements, which fp32 steps as well --
