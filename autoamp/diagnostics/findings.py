@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.op_names import CASTS, fp32_entry
+from autoamp.diagnostics.op_names import CASTS, OPERATORS
 from autoamp.diagnostics.origins import Followed, NonFiniteOrigin, bare_op, errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,
@@ -266,10 +267,18 @@ class Entry:
         return self.module in op.place.classes or not set(self.names).isdisjoint(op.place.names)
 
     def advice(self, in_place: bool = False) -> str:
-        """Return the sentence that suggests it, which was tried; ``in_place`` is that of `fp32_entry`."""
+        """Return the sentence that suggests it, which was tried.
+
+        Args:
+            in_place: Whether the op writes to its first argument, whose dtype no list changes.
+        """
         if self.module is not None:
             return f'add "{self.module}" = "fp32" under [modules] to the list file (tried)'
-        return str(fp32_entry(self.names, in_place)).replace("to the list file", "to the list file (tried)")
+        entry = f"add fp32 = {json.dumps(self.names)} to the list file (tried)"
+        if all(name.startswith("__") for name in self.names):
+            op = next((op for op, operators in OPERATORS.items() if self.names[0] in operators), self.names[0])
+            entry += f"; an entry {op!r} does not cover the operator"
+        return f"write it out of place (as y = y * x for y *= x), and {entry}" if in_place else entry
 
 
 def is_half(op: Op) -> bool:

@@ -7,7 +7,6 @@ out of half precision has to name what was called.
 from __future__ import annotations
 
 import dis
-import json
 from typing import Any
 
 from autoamp.ops import known_ops
@@ -17,7 +16,9 @@ _OPS = {
     "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "pow": "pow", "matmul": "matmul",
     "mod": "remainder", "floordiv": "floor_divide",
 }  # fmt: skip
-_OPERATORS = {op: (f"__{word}__", f"__r{word}__") for word, op in _OPS.items()} | {"rsub": ("__rsub__",)}
+OPERATORS = {op: (f"__{word}__", f"__r{word}__") for word, op in _OPS.items()} | {"rsub": ("__rsub__",)}
+"""By torch's name of an op the methods by which Python's operators call it."""
+
 _ALIASES = {"sub": ("subtract",), "mul": ("multiply",), "div": ("divide", "true_divide")}
 
 CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
@@ -42,7 +43,7 @@ def spellings(op: str) -> tuple[str, ...]:
     Args:
         op: A bare name, such as ``mul``; that of an in-place form is that of the op.
     """
-    return _listed((op, *_ALIASES.get(op, ()), *_OPERATORS.get(op, ())))
+    return _listed((op, *_ALIASES.get(op, ()), *OPERATORS.get(op, ())))
 
 
 def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
         function: What torch says was called, of which a method is the same for ``y * y`` and for ``y.mul(y)``.
         frame: The program's frame or its `Caller`, at the call; None if unknown.
     """
-    operators = _OPERATORS.get(op, ())
+    operators = OPERATORS.get(op, ())
     owner = getattr(function, "__objclass__", None)
     is_method = owner is not None or str(getattr(function, "__qualname__", "")).startswith("Tensor")
     if not operators or not is_method:
@@ -68,19 +69,3 @@ def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
 
 def _listed(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known_ops() and name not in CASTS)
-
-
-def fp32_entry(names: tuple[str, ...], in_place: bool = False) -> str | None:
-    """Return a sentence with the entry of a list file that keeps an op out of half precision; None without names.
-
-    Args:
-        names: Those that were called.
-        in_place: Whether it writes to its first argument, whose dtype no list changes.
-    """
-    if not names:
-        return None
-    entry = f"add fp32 = {json.dumps(names)} to the list file"
-    if all(name.startswith("__") for name in names):
-        op = next((op for op, operators in _OPERATORS.items() if names[0] in operators), names[0])
-        entry += f"; an entry {op!r} does not cover the operator"
-    return f"write it out of place (as y = y * x for y *= x), and {entry}" if in_place else entry

@@ -77,7 +77,7 @@ class KeptState:
                 self._undo.append(functools.partial(_give_memory, tensor, tensor.data))
             for buffer in buffers:
                 # Not counted as a write: a graph that is kept for another backward pass stays valid.
-                self._undo.append(functools.partial(_write_data, buffer, buffer.detach().clone()))
+                self._undo.append(functools.partial(buffer.data.copy_, buffer.detach().clone()))
             self._modules.add(each)
 
     def restore(self) -> None:
@@ -95,10 +95,6 @@ def _give_memory(tensor: Tensor, data: Tensor) -> None:
     """Undo a ``tensor.data = other``."""
     if tensor.data_ptr() != data.data_ptr():
         tensor.data = data
-
-
-def _write_data(tensor: Tensor, values: Tensor) -> None:
-    tensor.data.copy_(values)
 
 
 def why_not_again(module: Module) -> str | None:
