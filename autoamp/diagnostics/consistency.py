@@ -301,10 +301,12 @@ class ConsistencyCheck:
                 self._with_packed_weights(training, self._compared(training, "handle.inference", self._inferred)),
             ]
             with ThreadPoolExecutor(1) as thread:
-                path = "a thread, as of DataParallel", self._call
-                paths.append(thread.submit(self._compared, training, *path).result())
+                name = "a thread, as of DataParallel"
+                paths.append(thread.submit(self._compared, training, name, self._call).result())
         if backend is not None:
-            paths.append(self._compiled(training, backend))
+            compiled = partial(self._call, partial(torch.compile, backend=backend))
+            with self.overflows.apart(hooked=False):
+                paths.append(self._compared(training, "torch.compile", compiled, bits=False, taped=False))
         return Consistency(tuple(paths))
 
     def _call(self, prepared: Callable[[Module], Any] = lambda model: model) -> Any:
@@ -357,28 +359,19 @@ class ConsistencyCheck:
         for restore in self._restore:
             restore()
 
-    def _compared(self, training: _Pass, name: str, run: Callable[[], Any], *, bits: bool = True) -> ComparedPath:
+    def _compared(
+        self, training: _Pass, name: str, run: Callable[[], Any], *, bits: bool = True, taped: bool = True
+    ) -> ComparedPath:
+        """Compare a path with the training pass, without a tape by its outputs alone."""
         try:
-            return _compare(training, self._ran(run), name, bits=bits)
+            return _compare(training, self._ran(run, taped=taped), name, bits=bits)
         except Exception as error:
-            return ComparedPath(name, failed=_told(error))
+            first = str(error).strip().partition("\n")[0]
+            return ComparedPath(name, failed=f"{type(error).__name__}: {first}")
 
     def _with_packed_weights(self, training: _Pass, taped: ComparedPath) -> ComparedPath:
         """Compare the outputs of `autoamp.Handle.inference`, which packs no weights while a tape is recorded."""
         if taped != ComparedPath(taped.name):
             return taped
-        found = _compare(training, self._ran(self._inferred, taped=False), taped.name)
+        found = self._compared(training, taped.name, self._inferred, taped=False)
         return found if found.bits is None else replace(found, bits=replace(found.bits, reason=_PACKED))
-
-    def _compiled(self, training: _Pass, backend: Any) -> ComparedPath:
-        """Compare the dtypes of the outputs of compiled code."""
-        try:
-            with self.overflows.apart(hooked=False):
-                ran = self._ran(lambda: self._call(partial(torch.compile, backend=backend)), taped=False)
-            return _compare(training, ran, "torch.compile", bits=False)
-        except Exception as error:
-            return ComparedPath("torch.compile", failed=_told(error))
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
