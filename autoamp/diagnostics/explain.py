@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from autoamp.errors import UsageError
 from autoamp.ops import expand, known_ops
-from autoamp.rules import CastRule, CastTable, located
+from autoamp.rules import CastRule, CastTable, did_you_mean, located
 
 _MEANINGS = {
     "fp16": "its arguments are cast to the half dtype",
@@ -67,7 +66,6 @@ def explain(table: CastTable, name: str) -> Explanation:
         if rule.target == name:
             found.setdefault(rule, [])
     if not found and name.rpartition(".")[2] not in known_ops():
-        near = difflib.get_close_matches(name, known_ops(), n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give a name such as 'softmax'"
+        hint = f"{did_you_mean(name, known_ops())} Give the name of an op, such as 'softmax'"
         raise UsageError(f"{name!r} is no op of torch, and no rule is on it; {hint}")
     return Explanation(name, tuple((rule, tuple(names)) for rule, names in found.items()))
