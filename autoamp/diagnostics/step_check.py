@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.tape import Op, Rerun, Tape, everything, iter_refs
+from autoamp.tape import Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
 log = logging.getLogger(__name__)
@@ -161,26 +161,22 @@ class StepCheck:
                 self.roundings.append((step, rounding))
 
 
-class _Line(NamedTuple):
-    """Calls of a function at a line of the program: in one module, or in all if that is None."""
+def _line_of(tape: Tape, op: Op) -> Place:
+    """Return the line of an op: its function and its location, in one module, or in all of them if that is None.
 
-    function: str | None
-    location: str | None
-    module: str | None
-
-    def has(self, op: Op) -> bool:
-        """Whether an op is such a call."""
-        place = op.place
-        same = (place.function, place.location) == (self.function, self.location)
-        return same and not place.is_cast and self.module in (None, place.module)
-
-
-def _line_of(tape: Tape, op: Op) -> _Line:
-    """Return the line of an op. Layers with weights are told apart, as one line may call several."""
+    Layers with weights are told apart, as one line may call several.
+    """
     place = op.place
     in_torch = bool(place.classes) and place.classes[-1].startswith("torch.")
     is_layer = is_product(op) and any(one.phase == "backward" and one.place is place for one in tape.ops)
-    return _Line(place.function, place.location, place.module if in_torch or is_layer else None)
+    return Place(place.function, place.module if in_torch or is_layer else None, place.location)
+
+
+def _is_at(line: Place, op: Op) -> bool:
+    """Whether an op is called at a line."""
+    place = op.place
+    same = (place.function, place.location) == (line.function, line.location)
+    return same and not place.is_cast and line.module in (None, place.module)
 
 
 def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
@@ -215,7 +211,7 @@ def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
             continue
         ops, named = [one for one in before if chosen(one)], []
         for line in found:
-            modules = {one.place.module for one in ops if line.has(one)}
+            modules = {one.place.module for one in ops if _is_at(line, one)}
             named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
         share, own_error = 1.0 - left(chosen), _own_error(tape, ops[0])
         entry = _entry_for(tape, ops, left)
@@ -223,11 +219,11 @@ def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
     return None
 
 
-def _any_of(lines: list[_Line]) -> Choice:
-    return lambda op: any(line.has(op) for line in lines)
+def _any_of(lines: list[Place]) -> Choice:
+    return lambda op: any(_is_at(line, op) for line in lines)
 
 
-def _fewest(lines: list[_Line], left: Callable[[Choice], float]) -> list[_Line] | None:
+def _fewest(lines: list[Place], left: Callable[[Choice], float]) -> list[Place] | None:
     """Return the first lines that remove most of the error if they are in fp32, without those that are not needed."""
     for number in range(1, len(lines) + 1):
         if left(_any_of(found := lines[:number])) <= _LEFT:

@@ -55,10 +55,6 @@ class _NotOnTape(Exception):
     """An operator cannot be recorded. The message says why."""
 
 
-class _Full(_NotOnTape):
-    """The tape holds as much as it may."""
-
-
 class _NoValues(Exception):
     """A tensor is on the meta device, where nothing is computed."""
 
@@ -105,7 +101,7 @@ class _Memories:
 
     def __init__(self, tape: Tape, limit: float) -> None:
         self._tape = tape
-        self._limit = limit
+        self.limit = limit
         self._numbers = tape.memories
         self._versions: list[int] = []
         # The values that are not copied, by memory.
@@ -174,8 +170,8 @@ class _Memories:
 
     def _grow(self, size: int) -> None:
         self._tape.nbytes += size
-        if self._tape.nbytes > self._limit:
-            raise _Full(f"the tape would hold more than {self._limit / 2**20:g} MiB")
+        if self._tape.nbytes > self.limit:
+            raise _NotOnTape(f"the tape would hold more than {self.limit / 2**20:g} MiB")
 
 
 class Recording(OperatorMode):
@@ -277,7 +273,7 @@ class Recording(OperatorMode):
         except _NoValues:
             pass
         except _NotOnTape as error:
-            reason, self._is_full = str(error), isinstance(error, _Full)
+            reason, self._is_full = str(error), self.tape.nbytes > self._memories.limit
         except NotImplementedError:
             # So do sparse and opaque tensors answer who asks for their memory.
             reason = "a tensor has no memory of its own, as a sparse one"
