@@ -25,8 +25,10 @@ from autoamp.rules import CastPolicy, CastRule
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes
 
+# The last is what inference mode shows of a cast.
 _CASTS = frozenset({"aten::_to_copy", "aten::to"})
-_COPIES = _CASTS | {"aten::copy_"}
+COPIES = _CASTS | {"aten::copy_"}
+"""The operators that casts are made of."""
 
 
 class Counts(Observer, Watch):
@@ -247,13 +249,13 @@ class CastTrace(OperatorObserver):
         if call is not None:
             row, was_cast = self._running[call]
             # An in-place form casts its argument, and copies its result back to it.
-            if name in _COPIES and id(args[0]) in was_cast:
+            if name in COPIES and id(args[0]) in was_cast:
                 source = args[0] if name in _CASTS else args[1]
                 if source.dtype is not result.dtype and result.is_floating_point():
                     was_cast[id(args[0])] |= name in _CASTS
                     row.add_cast(result.nbytes)
         # In a backward pass only the calls that a checkpoint recomputes are traced.
-        elif name not in _COPIES and current_graph_task() == -1:
+        elif name not in COPIES and current_graph_task() == -1:
             self._saw_unlisted(name, args, kwargs, result)
 
     def _saw_unlisted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

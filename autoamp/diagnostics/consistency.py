@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
+from autoamp.diagnostics.casts import COPIES
 from autoamp.diagnostics.observer import Call, Observation, Observer
 from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.modules import ModulePrecisions
@@ -30,8 +31,6 @@ from autoamp.tape import Op, Place, Tape, record
 from autoamp.tensors import dtype_name, iter_tensors, map_tensors
 from autoamp.torch_private import current_graph_task, undisturbed
 
-# The last is what inference mode shows of a cast.
-_CASTS = ("aten::_to_copy", "aten::copy_", "aten::to")
 _PACKED = "handle.inference packs weights for oneDNN, whose kernels sum in another order"
 
 
@@ -201,7 +200,7 @@ class _Listener(Observer):
     def look(self, op: Op, results: Any) -> None:
         """Note an operator."""
         outputs = _floating(results)
-        if op.phase == "backward" or not outputs or op.is_empty or op.is_recorded or op.name in _CASTS:
+        if op.phase == "backward" or not outputs or op.is_empty or op.is_recorded or op.name in COPIES:
             return
         dtype = outputs[0].dtype
         if self._running:
