@@ -13,6 +13,7 @@ import inspect
 import itertools
 import logging
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,12 +186,9 @@ class HalfLosses:
         steps = self._steps.get(optimizer)
         if steps is None:
             steps = self._steps[optimizer] = _Steps()
-        caller = sys._getframe(1)
-        inner: FrameType | None = caller
-        while steps.running is not None and inner is not None:
-            if inner is steps.running:
-                return
-            inner = inner.f_back
+        caller, running = sys._getframe(1), steps.running
+        if running is not None and any(frame is running for frame, _ in traceback.walk_stack(caller)):
+            return
         # A step that raised has no end.
         steps.running, steps.sample = caller, None
         steps.count += 1
