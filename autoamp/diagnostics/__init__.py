@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoamp.diagnostics.call_sites import CallSite as CallSite
+from autoamp.diagnostics.call_sites import spellings as spellings
 from autoamp.diagnostics.capsule import Capsule as Capsule
 from autoamp.diagnostics.capsule import CapsuleWriter as CapsuleWriter
 from autoamp.diagnostics.capsule import load_capsule as load_capsule
@@ -25,7 +26,6 @@ from autoamp.diagnostics.observer import Call as Call
 from autoamp.diagnostics.observer import Observation as Observation
 from autoamp.diagnostics.observer import Observer as Observer
 from autoamp.diagnostics.observer import Watch as Watch
-from autoamp.diagnostics.op_names import spellings as spellings
 from autoamp.diagnostics.overflow import OverflowTrace as OverflowTrace
 from autoamp.diagnostics.ranges import Exponents as Exponents
 from autoamp.diagnostics.ranges import OpRange as OpRange

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.op_names import CASTS, OPERATORS
+from autoamp.diagnostics.call_sites import CASTS, OPERATORS
 from autoamp.diagnostics.origins import Followed, NonFiniteOrigin, bare_op, errors_of
 from autoamp.diagnostics.verdicts import (
     Communication,

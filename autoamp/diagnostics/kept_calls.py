@@ -19,8 +19,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from autoamp.casting import CastState
-from autoamp.diagnostics.call_sites import Caller, user_frame
-from autoamp.diagnostics.op_names import bare_name
+from autoamp.diagnostics.call_sites import WRITERS, Caller, bare_name, user_frame
 from autoamp.diagnostics.origins import nonfinite_value
 from autoamp.diagnostics.second_calls import why_not_again
 from autoamp.patching import original_of
@@ -31,8 +30,6 @@ from autoamp.torch_private import Unnoticed, dispatch_modes, insert_modes, is_tr
 
 # A program that computes more than that between models is not looked at there.
 _MAX_CALLS, _MAX_BYTES = 64, 2**26
-# With these a program writes -inf on purpose, as into masked scores.
-_WRITERS = frozenset(("masked_fill", "where", "full", "full_like", "new_full", "fill", "index_fill", "__setitem__"))
 
 
 class KeptTensor:
@@ -311,7 +308,7 @@ class OutsideCalls(Unnoticed, TorchFunctionMode):
             for one in (one for one, found in given if found == value and not one.is_stale):
                 origin = self._origin(key_of(one.tensor), place)
                 # An inf that was written on purpose is not the cause of what a function makes nan of it.
-                is_mask = value == "inf" and origin is not None and bare_name(origin.func) in _WRITERS
+                is_mask = value == "inf" and origin is not None and bare_name(origin.func) in WRITERS
                 return call if is_mask and nonfinite_value(*(one.tensor for one in call.results)) == "nan" else origin
         for one in (one for one, _ in given if one.is_stale):
             if (origin := self._origin(key_of(one.tensor), place)) is not None:

@@ -14,18 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.diagnostics.call_sites import WRITERS
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.patching import original_of
 from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of, written
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
-# With these a program writes -inf on purpose, as into the masked scores of an attention.
-_WRITERS = frozenset(
-    f"aten::{name}"
-    for name in ("masked_fill", "masked_fill_", "index_fill", "index_fill_", "fill", "fill_", "full", "full_like",
-                 "new_full", "where", "scalar_tensor", "index_put", "index_put_", "_index_put_impl_")
-)  # fmt: skip
 # These overwrite all of their first argument.
 _OVERWRITES = frozenset(
     f"aten::{name}"
@@ -175,7 +170,7 @@ class Followed(Rerun):
         tainted = not self.tainted.isdisjoint(read) or bool(self._came)
         origins = sorted(self._came, key=lambda origin: (origin.intended, origin.op is None))
         # As in `mask[0] = -math.inf`, of which torch makes a tensor that no operator does.
-        is_writer = op.name in _WRITERS or (
+        is_writer = op.name.partition("::")[2].strip("_") in WRITERS or (
             op.name == "aten::copy_" and any(one.op is None and one.ref.size == () for one in origins)
         )
         origins = [] if is_writer and op.name == "aten::copy_" else origins
