@@ -24,12 +24,11 @@ from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import by_communication, explain_tape, unlocated
-from autoamp.diagnostics.inferences import Inferences
 from autoamp.diagnostics.kept_calls import KeptCall, OutsideCall, floating, key_of, unwrapped
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import Followed, nonfinite_value
 from autoamp.diagnostics.second_calls import KeptState
-from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder
+from autoamp.diagnostics.step_recorder import Inferences, RecordedStep, StepRecorder
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of

@@ -2,6 +2,9 @@
 
 Nothing of a step that is recorded runs again, and what it overwrote stays as the program left it. Of other steps the
 calls are kept (`kept_calls.py`): if one goes wrong, the call that did may run once more.
+
+Of calls of models with gradients off one sum over the outputs tells whether these held inf or nan. After inf or nan the
+next calls are recorded, until one gives it again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -24,9 +27,12 @@ from torch.nn import Module
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller, CallPlaces, user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptTensor, OutsideCalls, floating, key_of, unwrapped
+from autoamp.diagnostics.tables import counted
+from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import UsageError
+from autoamp.patching import original_of
 from autoamp.program import Subscriber
-from autoamp.scaling import local_of
+from autoamp.scaling import UnreadFlags, local_of
 from autoamp.stepping import several_processes
 from autoamp.tape import CannotRerun, Named, Ref, Tape, UnnoticedRecording
 from autoamp.tensors import compacted, iter_tensors, map_tensors
@@ -48,6 +54,10 @@ _MAX_BYTES = 2**26
 _TYPES = (Tensor, torch.nn.Parameter)
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
+# So many calls with gradients off are recorded, until one gives inf or nan again.
+_RECORDED = 8
+# Torch's own, also if this file is imported while lists are in force.
+_SUM: Any = original_of(Tensor.sum)
 
 
 @dataclass(eq=False, repr=False)
@@ -180,7 +190,7 @@ class StepRecorder(Subscriber):
         self._inside = _Inside()
         self._graphs = compiled_graphs()
         self.outside = OutsideCalls()
-        self.inferences: Any = None
+        self.inferences: Inferences | None = None
 
     def end_step(self) -> None:
         """Mark the step as ended, and subtract it from `watched_steps` if it was watched."""
@@ -335,7 +345,7 @@ class StepRecorder(Subscriber):
         """Whether a call that begins now is recorded."""
         if self.paused or self._inside.call or torch.compiler.is_compiling():
             return False
-        if not torch.is_grad_enabled() and (self.inferences is None or not self.inferences.wants_call()):
+        if not torch.is_grad_enabled() and (self.inferences is None or compiled_wrappers() or _is_captured()):
             return False
         # Within a backward pass a checkpoint computes again what is recorded.
         return current_graph_task() == -1
@@ -345,7 +355,7 @@ class StepRecorder(Subscriber):
         kept: Any = None
         self.outside.pause()
         try:
-            if not torch.is_grad_enabled():
+            if self.inferences is not None and not torch.is_grad_enabled():
                 kept = self.inferences.begin(module, args, kwargs)
             elif self._open_step().is_recorded:
                 self.record_call(module, args, kwargs)
@@ -364,7 +374,7 @@ class StepRecorder(Subscriber):
             raise CannotRerun("the program uses torch.compile")
         if several_processes():
             raise CannotRerun("a call of a model of several processes does not run again")
-        if tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if _is_captured():
             raise CannotRerun("the call is traced, or captured in a CUDA graph")
         if step.incomplete is None and len(step.calls) == _MAX_KEPT_CALLS:
             raise CannotRerun(f"the step has more than {_MAX_KEPT_CALLS} calls of models")
@@ -400,17 +410,115 @@ class StepRecorder(Subscriber):
     def end(self, record: Any, outputs: Any) -> None:
         """Called when the call has ended."""
         self._inside.call = False
-        if record is None:
-            return
         try:
-            if not isinstance(record, KeptCall):
+            if isinstance(record, KeptCall):
+                self.step.keep_outputs(record, outputs)
+                # The handle may have been deactivated within the call.
+                if not self.step.ended:
+                    self.outside.resume(record)
+            elif record is not None and self.inferences is not None:
                 self.inferences.end(record, outputs)
-                return
-            self.step.keep_outputs(record, outputs)
-            # The handle may have been deactivated within the call.
-            if not self.step.ended:
-                self.outside.resume(record)
         except CannotRerun as error:
             self.step.incomplete = str(error)
         except Exception:
             log.debug("a call is not kept", exc_info=True)
+
+
+def _is_captured() -> bool:
+    """Whether calls are traced, or captured in a CUDA graph."""
+    return tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+class Inferences:
+    """Looks at calls of models with gradients off.
+
+    Args:
+        recorder: Records calls.
+        explain: Explains a recorded call by the tape, with its outputs as losses; None if inf was written on purpose.
+
+    Attributes:
+        calls: The number of calls.
+        found: What made inf or nan, in the order in which it was found.
+    """
+
+    def __init__(self, recorder: StepRecorder, explain: Callable[[RecordedStep], Overflow | None]) -> None:
+        self.calls = 0
+        self.found: list[Overflow] = []
+        self._recorder = recorder
+        self._explain = explain
+        self._nonfinite = 0
+        self._model = ""
+        self._recorded = 0
+        # Classes of models that write inf to their outputs on purpose.
+        self._on_purpose: set[type] = set()
+        self._unread = UnreadFlags()
+
+    @property
+    def nonfinite(self) -> int:
+        """How many calls gave inf or nan. Waits for the device where that alone knows of the last ones."""
+        self._unread.catch_up()
+        return self._nonfinite
+
+    @property
+    def sentence(self) -> str | None:
+        """What was found in words; None if all outputs were finite."""
+        if not self.nonfinite:
+            return None
+        calls = f"{counted(self.nonfinite, 'call')} of {self._model} with gradients off gave inf or nan"
+        cause = self.found[0] if self.found else None
+        if cause is None:
+            return f"{calls}, and none of the next calls, which are recorded, gave it again: not located"
+        return f"{calls}: {cause.cause}" + (f"; {cause.suggestion}" if cause.suggestion else "")
+
+    def begin(self, module: Module, args: Any, kwargs: Any) -> tuple[type, contextlib.ExitStack | None]:
+        """Begin a call; it is recorded if an earlier one gave inf or nan.
+
+        Returns:
+            The class of the model, and what ends the record of the call; None if it is not recorded.
+        """
+        self.calls += 1
+        recorded = None
+        if self._recorded:
+            self._recorded -= 1
+            recorded = contextlib.ExitStack()
+            recorded.enter_context(self._recorder.one_step())
+            self._recorder.record_call(module, args, kwargs)
+        return type(unwrapped(module)), recorded
+
+    def end(self, call: tuple[type, contextlib.ExitStack | None], outputs: Any) -> None:
+        """Look at the outputs of a call; None if it raised."""
+        kind, recorded = call
+        if recorded is not None:
+            self._recorder.stop()
+        tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
+        with recorded or contextlib.nullcontext():
+            if not tensors or kind in self._on_purpose:
+                return
+            with undisturbed():
+                # A sum of finite values is finite in double precision.
+                wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+                flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
+                flag = flag.isfinite().logical_not()
+            if recorded is None and self._unread.serves(flag.device):
+                self._unread.add(flag, functools.partial(self._known, kind), urgent=True)
+                return
+            self._known(kind, bool(flag))
+            if recorded is None or not bool(flag):
+                return
+            step = self._recorder.step
+            step.loss_refs = list(map(step.tape.find, tensors))
+            self._recorded, found = 0, self._explain(step)
+            if found is None:
+                self._on_purpose.add(kind)
+                self._nonfinite, self._model = 0, ""
+            else:
+                self.found.append(found)
+                log.warning("%s", self.sentence)
+
+    def _known(self, kind: type, is_nonfinite: bool) -> None:
+        """Take note of a call whose outputs are known."""
+        if is_nonfinite and kind not in self._on_purpose:
+            self._nonfinite += 1
+            self._model = self._model or kind.__name__
+            if not self.found:
+                self._recorded = _RECORDED
