@@ -214,7 +214,10 @@ def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
             modules = {one.place.module for one in ops if _is_at(line, one)}
             named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
         share, own_error = 1.0 - left(chosen), _own_error(tape, ops[0])
-        entry = _entry_for(tape, ops, left)
+        names = tuple(dict.fromkeys(name for one in ops for name in one.place.names))
+        entries = [*([Entry(names)] if names else []), *module_entries(ops[-1])]
+        tried = (one for one in entries if keeps_products(tape, one.acts_on))
+        entry = next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
         return Rounding(tuple(named), dtype_name(tape.half_dtype), own_error, errors, share, entry)
     return None
 
@@ -231,16 +234,6 @@ def _fewest(lines: list[Place], left: Callable[[Choice], float]) -> list[Place] 
                 rest = [one for one in found if one is not line]
                 found = rest if left(_any_of(rest)) <= _LEFT else found
             return found
-    return None
-
-
-def _entry_for(tape: Tape, ops: list[Op], left: Callable[[Choice, bool], float]) -> Entry | None:
-    """Return the first entry that removes most of the error."""
-    names = tuple(dict.fromkeys(name for op in ops for name in op.place.names))
-    entries: list[Entry] = [*([Entry(names)] if names else ()), *module_entries(ops[-1])]
-    for entry in entries:
-        if keeps_products(tape, entry.acts_on) and left(entry.acts_on, entry.module is not None) <= _LEFT:
-            return entry
     return None
 
 
