@@ -173,7 +173,7 @@ class NonFiniteSteps(Subscriber):
             losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]
         else:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
-            waits = waits or self._overflows.wants_flags()
+            waits = waits or step.is_watched
             if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
                 raise UsageError(
                     "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "

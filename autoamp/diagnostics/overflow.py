@@ -1,7 +1,7 @@
 """Why a step was skipped: each skip explained, by the tape of the step, which runs again by itself.
 
-`OverflowTrace` looks on as losses are scaled and optimizers step. A skip it explains at once, before the program goes
-on. In a step that was not recorded the call of a model that went wrong may run once more; what it writes is undone.
+`OverflowTrace` explains a skip at once, before the program goes on. In a step that was not recorded the call of a model
+that went wrong may run once more; what it writes is undone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -80,7 +80,6 @@ class OverflowTrace(Subscriber):
             self.recorder.inferences = Inferences(self.recorder, explain)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
-        self._steps = 0
         # Of the optimizers whose steps were heard of.
         self._skips: weakref.WeakSet[Skips] = weakref.WeakSet()
 
@@ -98,26 +97,11 @@ class OverflowTrace(Subscriber):
             f"{causes[place]}: in {counted(count - 1, 'more step')}" for place, count in counts.items() if count > 1
         ]
 
-    def wants_flags(self) -> bool:
-        """Whether the flag of this step is to be read at once, because its ops are watched."""
-        return self.recorder.step.is_watched
-
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
         self.recorder.drop()
 
     # -- what steps tell --
-
-    def backward_begins(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Called with a loss whose backward pass is about to run."""
-        self.recorder.refuse_in_loss("scaled a loss")
-        self.recorder.note_loss(loss, scale)
-
-    def step_begins(self) -> None:
-        """Called when an optimizer is called, which ends the recorded step."""
-        self.recorder.refuse_in_loss("called an optimizer")
-        self._steps += 1
-        self.recorder.end_step()
 
     def step_known(self, skips: Skips, step: Step) -> Overflow | None:
         """Called once it is known what became of a step; explains a skip."""
@@ -171,7 +155,7 @@ class OverflowTrace(Subscriber):
         return self._noted(self._explain_step(self.recorder.step, 1.0, late), late, logging.DEBUG)
 
     def _noted(self, found: Overflow, late: bool, level: int, *, at_any_scale: bool = False) -> Overflow:
-        found = replace(found, iteration=None if late else self._steps - 1)
+        found = replace(found, iteration=None if late else self.recorder.steps - 1)
         if isinstance(found.verdict, NotLocated):
             verdict = replace(found.verdict, watched=WATCHED_STEPS, at_any_scale=at_any_scale)
             found = replace(found, verdict=verdict)
@@ -312,7 +296,7 @@ class OverflowTrace(Subscriber):
                 loss = compute_loss()
                 if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                     self.recorder.refuse_in_loss(f"returned {kind_of(loss)}, not a tensor of one element with a graph")
-            self.recorder.note_loss(loss, scale)
+            self.recorder.backward_begins(loss, scale)
             try:
                 self._run_backward(step, [scaled_loss(loss, scale)])
             except RuntimeError as error:

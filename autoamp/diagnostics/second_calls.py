@@ -169,10 +169,9 @@ def _values_of(
         is_own = name in vars(module)
         kinds = [vars(kind) for kind in type(module).__mro__]
         values = [vars(module)[name]] if is_own else [kind[name] for kind in kinds if name in kind]
-    own = len(values) if is_own else 0
     # They grow by what they consist of. The contents of a container within another one are not put back.
     for number, value in enumerate(values):
-        yield value, number < own
+        yield value, is_own and number == 0
         if isinstance(value, (functools.partial, functools.cached_property)):
             values += [value.func, *getattr(value, "args", ()), *getattr(value, "keywords", {}).values()]
         elif isinstance(value, types.MethodType):

@@ -174,6 +174,7 @@ class StepRecorder(Subscriber):
 
     Attributes:
         step: The current step. The tape of a skipped step stays until the next module call or loss.
+        steps: The number of calls of optimizers.
         watched_steps: So many steps from here on are recorded.
         paused: Whether nothing is recorded.
         inferences: Looks at calls with gradients off; None for no looks.
@@ -182,6 +183,7 @@ class StepRecorder(Subscriber):
 
     def __init__(self, casts: CastState, *, always: bool) -> None:
         self._casts = casts
+        self.steps = 0
         self.watched_steps = int(always)
         self.step = RecordedStep(is_recorded=always, is_watched=always)
         self.paused = False
@@ -191,6 +193,16 @@ class StepRecorder(Subscriber):
         self._graphs = compiled_graphs()
         self.outside = OutsideCalls()
         self.inferences: Inferences | None = None
+
+    def step_begins(self) -> None:
+        """An optimizer is called, which ends the recorded step."""
+        self.refuse_in_loss("called an optimizer")
+        self.steps += 1
+        self.end_step()
+
+    def wants_flags(self) -> bool:
+        """Whether the flag of this step is to be read at once, because its ops are watched."""
+        return self.step.is_watched
 
     def end_step(self) -> None:
         """Mark the step as ended, and subtract it from `watched_steps` if it was watched."""
@@ -290,8 +302,9 @@ class StepRecorder(Subscriber):
 
     # -- losses and backward passes --
 
-    def note_loss(self, loss: Tensor, scale: SupportsFloat) -> None:
+    def backward_begins(self, loss: Tensor, scale: SupportsFloat) -> None:
         """Take note of a loss that is scaled, and whose backward pass is yet to begin."""
+        self.refuse_in_loss("scaled a loss")
         self._open_step().scaled += 1
         self._note(loss, scale)
 
