@@ -18,9 +18,9 @@ from autoamp.stepping import equalized
 from autoamp.tensors import flatten, unflatten
 from autoamp.torch_private import current_graph_task
 
-# Kinds of gradients: none, one in the parameter's dtype, one in fp32 beside a half parameter, a sparse one. The ranks
-# agree on the largest number that one of them has.
-_NONE, _OWN, _WIDE, _SPARSE = range(4)
+# Kinds of gradients: none, one in the parameter's dtype, one in fp32 beside a half parameter. The ranks agree on the
+# largest number that one of them has.
+_NONE, _OWN, _WIDE = range(3)
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
@@ -106,7 +106,7 @@ class DistributedDataParallel(Module):
     """Runs a module, and averages its gradients over all processes at the end of each backward pass.
 
     At construction parameters, their fp32 masters and buffers are set to those of rank 0. Gradients are reduced in one
-    buffer for each dtype and device. With one process they stay as they are.
+    buffer for each dtype and device; sparse ones become dense. With one process they stay as they are.
 
     A parameter may have no gradient in some iterations, on some ranks or on all. But on every rank each backward pass
     must reach one parameter at least: a rank whose loss depends on none makes the others wait until the process group's
@@ -129,8 +129,7 @@ class DistributedDataParallel(Module):
         prof: As ``message_size``.
 
     Raises:
-        UsageError: There is no process group, and the environment variable ``WORLD_SIZE`` is above 1. Or, in a backward
-            pass and on all ranks: a gradient is sparse on one of them.
+        UsageError: There is no process group, and the environment variable ``WORLD_SIZE`` is above 1.
         ValueError: ``shared_param`` is given, or ``gradient_average=False``.
     """
 
@@ -220,28 +219,20 @@ class DistributedDataParallel(Module):
         """Reduce the gradients of all parameters for which some rank has one.
 
         A half parameter with an fp32 master may have a half gradient on one rank, and on another an fp32 one, where it
-        was added to an earlier gradient: all ranks reduce it in fp32 then. UsageError: a gradient is sparse on some
-        rank.
+        was added to an earlier gradient: all ranks reduce it in fp32 then. Sparse gradients become dense.
         """
         self._queued_for = None
         params = [param for param in self.module.parameters() if param.requires_grad]
-        anywhere = torch.tensor([_grad_kind(param) for param in params], dtype=torch.int32).to(params[0].device)
+        kinds = [_NONE if p.grad is None else _OWN if p.grad.dtype is p.dtype else _WIDE for p in params]
+        anywhere = torch.tensor(kinds, dtype=torch.int32).to(params[0].device)
         dist.all_reduce(anywhere, dist.ReduceOp.MAX)
-        found = anywhere.tolist()
-        # Each rank has the same result and raises, so none waits for another.
-        if _SPARSE in found:
-            index = found.index(_SPARSE)
-            raise UsageError(
-                f"DistributedDataParallel: the gradient of parameter {index}, of shape {tuple(params[index].shape)}, "
-                "is sparse on some rank, and only dense gradients are reduced; use "
-                "torch.nn.Embedding(..., sparse=False)"
-            )
         grads = []
-        for param, kind in zip(params, found, strict=True):
+        for param, kind in zip(params, anywhere.tolist(), strict=True):
             if kind != _NONE:
                 dtype = torch.float32 if kind == _WIDE else param.dtype
                 # Where only another rank has a gradient this rank adds 0 to the sum.
-                param.grad = torch.zeros_like(param, dtype=dtype) if param.grad is None else param.grad.to(dtype)
+                grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+                param.grad = grad.to(dtype)
                 grads.append(param.grad)
         flat_dist_call(grads, self._average)
 
@@ -253,15 +244,6 @@ class DistributedDataParallel(Module):
         dist.all_reduce(summed)
         summed *= self.gradient_predivide_factor / dist.get_world_size()
         flat.copy_(summed)
-
-
-def _grad_kind(param: Tensor) -> int:
-    grad = param.grad
-    if grad is None:
-        return _NONE
-    if grad.layout is not torch.strided:
-        return _SPARSE
-    return _OWN if grad.dtype is param.dtype else _WIDE
 
 
 def _broadcast(params: Iterable[Tensor], wrapper: object) -> None:

@@ -78,11 +78,10 @@ def unused(rank: int) -> dict[str, Any]:
     net.zero_grad()
     (net["both"](batch()).sum() * rank).backward()
     found["disabled"] = net["both"].bias.grad.clone()
-    table = parallel.DistributedDataParallel(nn.Embedding(5, 2, sparse=rank == 0))
-    try:
-        table(torch.arange(3)).sum().backward()
-    except UsageError as error:
-        found["sparse"] = str(error)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        table = parallel.DistributedDataParallel(nn.Embedding(3, 1, sparse=rank == 0, dtype=dtype))
+        table(torch.tensor([rank, rank, 2])).sum().backward()
+        found[f"sparse {dtype}"] = table.module.weight.grad
     return found
 
 
@@ -229,9 +228,11 @@ def test_parameters_without_gradients(ranks: list[Any]) -> None:
         assert found["unused"]["disabled"].item() == 8 * rank
 
 
-def test_sparse_gradients_are_refused_on_all_ranks(ranks: list[Any]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_sparse_gradients_become_dense(ranks: list[Any], dtype: torch.dtype) -> None:
     for found in ranks:
-        assert "sparse=False" in found["unused"]["sparse"]
+        grad = found["unused"][f"sparse {dtype}"]
+        assert (grad.layout, grad.dtype, grad.flatten().tolist()) == (torch.strided, dtype, [1.0, 1.0, 1.0])
 
 
 def test_reducer_and_flat_calls(ranks: list[Any]) -> None:
