@@ -198,19 +198,21 @@ class AmpStash(GroupsOfMasters):
         # A copy belongs to a copy of the optimizer, which has no masters.
         return AmpStash, ()
 
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        masters = self._masters()
-        return [] if masters is None else masters.pairs
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer."""
+        optimizer = self._optimizer()
+        return [] if optimizer is None else optimizer.param_groups
 
+    @property
     def _masters(self) -> MasterWeights | None:
         runtime, optimizer = current_runtime(), self._optimizer()
         return runtime.optimizers.masters_of(optimizer) if runtime is not None and optimizer is not None else None
 
     def copy_down(self) -> None:
         """Write the masters into the half parameters, which each step does by itself."""
-        masters = self._masters()
-        if masters is not None:
-            masters.copy_down()
+        if self._masters is not None:
+            self._masters.copy_down()
 
     def prepare_backward(self) -> None:
         """Put gradients aside before a backward pass whose loss the program scales itself, in place of `scale_loss`.
@@ -218,7 +220,7 @@ class AmpStash(GroupsOfMasters):
         Raises:
             UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
         """
-        guard, masters = self._guard("_prepare_amp_backward"), self._masters()
+        guard = self._guard("_prepare_amp_backward")
         if self.params_have_scaled_gradients or self._aside:
             return
         # Gradients of half parameters become their masters', so each is put aside once.
@@ -227,7 +229,7 @@ class AmpStash(GroupsOfMasters):
         self._aside = [(param, param.grad) for param in guard.grads.params() if param.grad is not None]
         # Checks of these gradients are put aside too: the block of `post_backward` sees other gradients.
         self._found, guard.grads.checks = guard.grads.checks, []
-        for param in [*guard.grads.params(), *([] if masters is None else self.all_fp16_params)]:
+        for param in [*guard.grads.params(), *self.all_fp16_params]:
             param.grad = None
 
     def post_backward(self, scaler: ScalerView) -> None:
@@ -273,10 +275,6 @@ class AmpStash(GroupsOfMasters):
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
         """Parameters that are stepped themselves."""
         return [param for group in self.fp32_from_fp32_groups for param in group]
-
-    def _groups(self) -> list[list[Tensor]]:
-        optimizer = self._optimizer()
-        return [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
 
 
 class AmpHandle:

@@ -181,33 +181,33 @@ class ContribFusedAdam(FusedAdam):
 
 
 class GroupsOfMasters:
-    """Gives what has pairs of parameters and masters, and the groups of an optimizer, the lists that programs read."""
+    """Gives what has the groups of an optimizer, and its masters or None, the lists that programs read."""
+
+    param_groups: Any
+    _masters: Any
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return each half parameter with its master."""
-        raise NotImplementedError
+        return [] if self._masters is None else self._masters.pairs
 
-    def _groups(self) -> list[list[Tensor]]:
-        """Return what the optimizer steps, a list for each group."""
-        raise NotImplementedError
+    def _by_group(self, found: Mapping[int, Tensor]) -> list[list[Tensor]]:
+        return [[found[id(param)] for param in group["params"] if id(param) in found] for group in self.param_groups]
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """The half parameters of the model, a list for each group."""
-        halves = {id(master): half for half, master in self._pairs()}
-        return [[halves[id(param)] for param in group if id(param) in halves] for group in self._groups()]
+        return self._by_group({id(master): half for half, master in self._pairs()})
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """The masters of ``fp16_groups``, in the same order."""
-        masters = {id(master) for _, master in self._pairs()}
-        return [[param for param in group if id(param) in masters] for group in self._groups()]
+        return self._by_group({id(master): master for _, master in self._pairs()})
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """The parameters that have no masters, since they are in fp32 in the model, a list for each group."""
         masters = {id(master) for _, master in self._pairs()}
-        return [[param for param in group if id(param) not in masters] for group in self._groups()]
+        return [[param for param in group["params"] if id(param) not in masters] for group in self.param_groups]
 
 
 class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
@@ -227,12 +227,6 @@ class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # n
     def dynamic_loss_scale(self) -> bool:
         """Whether the scale adapts to overflows."""
         return isinstance(self.loss_scaler, DynamicLossScaler)
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return self._masters.pairs
-
-    def _groups(self) -> list[list[Tensor]]:
-        return [group["params"] for group in self.param_groups]
 
     # Its name in `apex.contrib.optimizers`.
     fp32_groups = GroupsOfMasters.fp32_from_fp16_groups
