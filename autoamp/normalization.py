@@ -82,7 +82,7 @@ class FusedLayerNorm(_Fused, torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in its own dtype."""
-        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, input.dtype)
+        return wide_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, _dtype(input))
 
 
 class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
@@ -100,7 +100,9 @@ class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in the weights' dtype."""
-        return _layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, self.weight.dtype)
+        return wide_layer_norm(
+            input, self.normalized_shape, self.weight, self.bias, self.eps, _dtype(input, self.weight)
+        )
 
 
 class FusedRMSNorm(_Fused, torch.nn.RMSNorm):
@@ -116,7 +118,7 @@ class FusedRMSNorm(_Fused, torch.nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in its own dtype."""
-        return _rms_norm(input, self.normalized_shape, self.weight, self.eps, input.dtype)
+        return wide_rms_norm(input, self.normalized_shape, self.weight, self.eps, _dtype(input))
 
 
 class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
@@ -134,7 +136,7 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, shape ``(*, *normalized_shape)``, in the weights' dtype."""
-        return _rms_norm(input, self.normalized_shape, self.weight, self.eps, self.weight.dtype)
+        return wide_rms_norm(input, self.normalized_shape, self.weight, self.eps, _dtype(input, self.weight))
 
 
 def fused_layer_norm(
@@ -151,7 +153,7 @@ def fused_layer_norm(
     Returns:
         A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
     """
-    return _layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+    return wide_layer_norm(input, normalized_shape, None, None, eps, _dtype(input))
 
 
 def fused_layer_norm_affine(
@@ -175,7 +177,7 @@ def fused_layer_norm_affine(
     Returns:
         A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
     """
-    return _layer_norm(input, normalized_shape, weight, bias, eps, input.dtype)
+    return wide_layer_norm(input, normalized_shape, weight, bias, eps, _dtype(input))
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -199,7 +201,7 @@ def mixed_dtype_fused_layer_norm_affine(
     Returns:
         A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
     """
-    return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
+    return wide_layer_norm(input, normalized_shape, weight, bias, eps, _dtype(input, weight))
 
 
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
@@ -214,7 +216,7 @@ def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, me
     Returns:
         A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
     """
-    return _rms_norm(input, normalized_shape, None, eps, input.dtype)
+    return wide_rms_norm(input, normalized_shape, None, eps, _dtype(input))
 
 
 def fused_rms_norm_affine(
@@ -232,7 +234,7 @@ def fused_rms_norm_affine(
     Returns:
         A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
     """
-    return _rms_norm(input, normalized_shape, weight, eps, input.dtype)
+    return wide_rms_norm(input, normalized_shape, weight, eps, _dtype(input))
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -250,7 +252,7 @@ def mixed_dtype_fused_rms_norm_affine(
     Returns:
         A tensor of the shape of ``input``. Within `torch.autocast` its dtype is that of autocast.
     """
-    return _rms_norm(input, normalized_shape, weight, eps, weight.dtype)
+    return wide_rms_norm(input, normalized_shape, weight, eps, _dtype(input, weight))
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
@@ -296,22 +298,15 @@ def wide_rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float
     return F.rms_norm(input, _dimensions(shape), _as(weight, input), eps).to(dtype)
 
 
-def _layer_norm(
-    input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> Tensor:
-    return wide_layer_norm(input, shape, weight, bias, eps, _autocast(input, dtype))
+def _dtype(input: Tensor, weight: Tensor | None = None) -> torch.dtype:
+    """Return the dtype of the `torch.autocast` region that the call is in.
 
-
-def _rms_norm(input: Tensor, shape: Shape, weight: Tensor | None, eps: float | None, dtype: torch.dtype) -> Tensor:
-    return wide_rms_norm(input, shape, weight, eps, _autocast(input, dtype))
-
-
-def _autocast(input: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the `torch.autocast` region that the call is in; outside, or for fp64 input, ``dtype``."""
+    Outside, or for fp64 input, it is that of ``weight``, or of ``input`` where no weight is given.
+    """
     kind = input.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and input.dtype is not torch.float64:
         return torch.get_autocast_dtype(kind)
-    return dtype
+    return input.dtype if weight is None else weight.dtype
 
 
 def _wide(tensor: Tensor) -> Tensor:
