@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from autoamp.errors import CheckpointError, kind_of
-
-
-def flag(state_dict: Mapping[str, Any], key: str) -> bool:
-    """Whether a key of a checkpoint is true; False where it is missing. CheckpointError: it is no bool."""
-    value = state_dict.get(key, False)
-    try:
-        return bool(value)
-    except (RuntimeError, TypeError, ValueError):
-        raise CheckpointError(f"key {key!r} is {value!r}; expected True or False") from None
 
 
 def load_or_restore(optimizer: Any, state_dict: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import CheckpointError, UsageError, kind_of
-from autoamp.fp16_utils.checkpoints import flag, load_or_restore, matched
+from autoamp.fp16_utils.checkpoints import load_or_restore, matched
 from autoamp.program import Subscriber
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, scaled_loss
@@ -276,8 +276,8 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             if key not in state_dict:
                 raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
         dynamic = isinstance(self.loss_scaler, DynamicLossScaler)
-        overflow = flag(state_dict, "overflow")
-        if flag(state_dict, "dynamic_loss_scale") is not dynamic:
+        overflow = bool(state_dict.get("overflow", False))
+        if state_dict["dynamic_loss_scale"] is not dynamic:
             raise CheckpointError(
                 f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
                 f"{dynamic}"
