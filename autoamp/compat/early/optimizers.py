@@ -17,6 +17,7 @@ from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.checkpoints import converted_state
 from autoamp.compat.early.scalers import CurScale, PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
+from autoamp.formulas import clipped
 from autoamp.scaling import DynamicLossScaler, widened
 
 
@@ -151,10 +152,7 @@ class FusedAdam(optimizers.FusedAdam):
             return grads
         given = self._norms.get(id(group))
         norm = torch.nn.utils.get_total_norm(grads) if given is None else torch.as_tensor(given) / self._scale
-        # Not `limit / norm`: a norm of 0 must leave the gradients as they are.
-        excess = torch.clamp(norm / limit, min=1.0)
-        torch._foreach_div_(grads, [excess.to(grad) for grad in grads])
-        return grads
+        return clipped(grads, norm, limit)
 
 
 class ContribFusedAdam(FusedAdam):
