@@ -656,6 +656,7 @@ def test_lists_that_a_program_changes_take_effect(apex: Any, way: str) -> None:
     functional_overrides.FP32_FUNCS.remove("softmax")
     functional_overrides.FP32_FUNCS.append("relu")
     functional_overrides.FP16_FUNCS.append("no_such_function")
+    functional_overrides.BANNED_FUNCS.remove("binary_cross_entropy")
     torch_overrides.FP32_FUNCS.remove("exp")
     tensor_overrides.FP32_FUNCS.append("mul")
     apex.amp.init() if way == "init" else apex.amp.initialize(net(), opt_level="O1", verbosity=0)
@@ -666,6 +667,7 @@ def test_lists_that_a_program_changes_take_effect(apex: Any, way: str) -> None:
     assert half.exp().dtype is torch.float32
     assert half.mul(2).dtype is torch.float32
     assert half_product().dtype is HALF
+    assert F.binary_cross_entropy(half * 0.5, half * 0.5).isfinite()
 
 
 def test_native_functions_take_the_same_arguments_in_the_same_order(apex: Any) -> None:

@@ -6,10 +6,10 @@ import sys
 from typing import Any
 
 from autoamp.ops import expand
-from autoamp.rules import CastPolicy, load_table
+from autoamp.rules import load_table
 
 _MODULES = ("functional_overrides", "tensor_overrides", "torch_overrides")
-_POLICIES = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "SEQUENCE_CASTS": "promote"}
+_LISTS = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "BANNED_FUNCS": "banned"}
 
 
 def lists_of(owner: Any) -> dict[str, Any]:
@@ -17,14 +17,12 @@ def lists_of(owner: Any) -> dict[str, Any]:
 
     The lists are copies: what a program adds or removes takes effect at its next ``amp.init`` or ``amp.initialize``.
     """
-    found: dict[str, set[str]] = {policy.value: set() for policy in CastPolicy}
+    found: dict[str, set[str]] = {policy: set() for policy in _LISTS.values()}
     for target in expand(load_table(["apex"], base="apex")).targets:
         if target.parent is owner:
-            found[target.rule.policy.value].add(target.attribute)
-    names = {policy: sorted(listed) for policy, listed in found.items()}
-    lists = {"FP16_FUNCS": "fp16", "FP32_FUNCS": "fp32", "CASTS": "promote", "BANNED_FUNCS": "banned"}
-    copies = {attribute: list(names[policy]) for attribute, policy in lists.items()}
-    return {"MODULE": owner, "names": names, "SEQUENCE_CASTS": [], **copies}
+            found.setdefault(target.rule.policy.value, set()).add(target.attribute)
+    copies = {attribute: sorted(found[policy]) for attribute, policy in _LISTS.items()}
+    return {"MODULE": owner, "names": found, "SEQUENCE_CASTS": [], **copies}
 
 
 def changed_lists() -> list[dict[str, list[str]]]:
@@ -43,12 +41,12 @@ def changed_lists() -> list[dict[str, list[str]]]:
         # in a list means all of them.
         prefix = "" if name == _MODULES[0] else "torch.Tensor." if isinstance(owner, type) else "torch."
         now: set[str] = set()
-        for attribute, policy in _POLICIES.items():
+        for attribute, policy in {**_LISTS, "SEQUENCE_CASTS": "promote"}.items():
             listed = getattr(module, attribute)
             now.update(listed)
             added = [entry for entry in listed if entry not in before[policy] and hasattr(owner, entry)]
             changes.setdefault(policy, []).extend(f"{prefix}{entry}" for entry in added)
-        gone = {entry for policy in _POLICIES.values() for entry in before[policy]} - now
+        gone = {entry for policy in _LISTS.values() for entry in before[policy]} - now
         changes.setdefault("none", []).extend(f"{prefix}{entry}" for entry in sorted(gone))
     changes = {policy: sorted(set(entries)) for policy, entries in changes.items() if entries}
     return [changes] if changes else []
