@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp.errors import UsageError
 from autoamp.tensors import map_tensors
 
 
@@ -56,22 +54,7 @@ class OptimWrapper:
     def __init__(self, optimizer: Any, amp_handle: Any, num_loss: int = 1) -> None:
         self._optimizer = amp_handle.wrap_optimizer(optimizer, num_loss)
 
-    def scale_loss(self, loss: Tensor) -> contextlib.AbstractContextManager[Tensor]:
-        """Scale a loss for its backward pass; the first call of a step is the first loss, and so on."""
-        return self._optimizer.scale_loss(loss)  # type: ignore[no-any-return]
-
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)
-
-    def step(self, closure: Any = None) -> Any:
-        """Step the optimizer.
-
-        Raises:
-            UsageError: A closure is given. It might be evaluated any number of times, so which of its losses has which
-                scaler is not known.
-        """
-        if closure is not None:
-            raise UsageError("a wrapped optimizer takes no closure; use handle.scale_loss within the closure instead")
-        return self._optimizer.step()
