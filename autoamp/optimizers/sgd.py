@@ -36,8 +36,9 @@ class FusedSGD(FusedOptimizer):
         scale_set_by_backward: For programs that scale by hand, and not read here; a step sets it to False.
 
     Raises:
-        UsageError: A group has no learning rate; ``nesterov`` without a momentum or with a dampening; a negative
-            ``lr``, ``momentum`` or ``weight_decay``.
+        ValueError: A group has no learning rate.
+        UsageError: ``nesterov`` without a momentum or with a dampening; a negative ``lr``, ``momentum`` or
+            ``weight_decay``.
     """
 
     _rule = SGD
@@ -71,19 +72,6 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none=set_grad_none)
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `torch.optim.Optimizer.add_param_group`.
-
-        Raises:
-            UsageError: There is no learning rate, neither in the group nor for all groups.
-        """
-        require(
-            self.defaults["lr"] is not required or "lr" in param_group,
-            "FusedSGD: a group of parameters has no lr, and there is no lr for all groups; "
-            "pass FusedSGD(groups, lr=...), or give each group an 'lr'",
-        )
-        super().add_param_group(param_group)
 
     def _prepared(self, group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
         if self.most_recent_scale == 1.0 or not grads:

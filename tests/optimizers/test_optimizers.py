@@ -410,10 +410,10 @@ def test_sgd_takes_its_learning_rate_from_the_groups() -> None:
     optimizer.step()
     assert (first.tolist(), second.tolist()) == ([0.75] * 2, [0.5] * 2)
     groups = len(optimizer.param_groups)
-    with pytest.raises(UsageError, match="no lr"):
+    with pytest.raises(ValueError, match="required optimization parameter lr"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     assert len(optimizer.param_groups) == groups
-    with pytest.raises(UsageError, match="no lr"):
+    with pytest.raises(ValueError, match="required optimization parameter lr"):
         FusedSGD([torch.nn.Parameter(torch.ones(2))])
 
 
