@@ -25,8 +25,6 @@ from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
 log = logging.getLogger(__name__)
 
-_PATCHED = ("fit", "OptimWrapper")
-
 
 def watch() -> None:
     """Let fastai's training loop follow the active handle, once fastai is imported. ``import autoamp`` calls this."""
@@ -36,20 +34,16 @@ def watch() -> None:
 
 
 def _follow_training(patches: PatchSet, module: Any) -> None:
-    if not all(hasattr(module, name) for name in _PATCHED):
-        log.warning("%s lacks some of %s: its losses are not scaled", module.__name__, ", ".join(_PATCHED))
-        return
     replace(patches, module, "fit", functools.partial(_around_fit, module.OptimWrapper))
     replace(patches, module.OptimWrapper, "step", _around_step)
 
 
 def _follow_to_fp16(patches: PatchSet, module: Any) -> None:
-    if hasattr(module, "to_fp16") and hasattr(module, "Learner"):
-        replace(patches, module, "to_fp16", functools.partial(_around_to_fp16, module))
-        patches.replace(module.Learner, "to_fp16", module.to_fp16)
-        # Other modules have taken the function, as by `from fastai.train import *`.
-        taken = original_of(module.to_fp16)
-        patches.rebind({id(taken): (taken, module.to_fp16)}, lambda other: other == module.__name__)
+    replace(patches, module, "to_fp16", functools.partial(_around_to_fp16, module))
+    patches.replace(module.Learner, "to_fp16", module.to_fp16)
+    # Other modules have taken the function, as by `from fastai.train import *`.
+    taken = original_of(module.to_fp16)
+    patches.rebind({id(taken): (taken, module.to_fp16)}, lambda other: other == module.__name__)
 
 
 # In place while a handle is active.

@@ -455,16 +455,6 @@ def test_a_handle_that_comes_while_fastai_is_imported_patches_it_at_the_end(pack
     assert original_of(load().fit) is not load().fit
 
 
-def test_another_fastai_is_left_alone(package: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (package / "fastai" / "basic_train.py").write_text("def fit(): ...\n")
-    module = load()
-    assert vars(module).keys() >= {"fit"}
-    handle = active()
-    assert ["not scaled" in message for message in caplog.messages] == [True]
-    handle.deactivate()
-    assert module.fit() is None
-
-
 # -- shims --
 
 
