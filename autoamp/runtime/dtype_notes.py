@@ -19,7 +19,6 @@ from torch.nn import Module
 from autoamp.rules import CastPolicy, ModulePrecision, located
 from autoamp.runtime.runtime import Runtime
 from autoamp.tensors import HALF_DTYPES, iter_tensors
-from autoamp.torch_private import MODULES_OF_NORMS
 
 _ABOUT_DTYPES = re.compile(
     r"(?i)same (data ?|d|scalar )?type|dtypes match|equal to src.dtype|should be the same|expected (scalar |d)type|"
@@ -112,8 +111,8 @@ class _Failure:
         return ""
 
     def _remedy(self, text: str) -> str:
-        inner = next((module for module in reversed(self.modules) if self.paths.get(module)), None)
-        path, casts = self.paths.get(inner, ""), self.runtime.casts
+        path = next(filter(None, map(self.paths.get, reversed(self.modules))), "")
+        casts = self.runtime.casts
         if self.is_compiled:
             return "call the model once without torch.compile, and this note names the module and what mends it"
         if "unscale FP16" in text:
@@ -127,9 +126,6 @@ class _Failure:
             by = self.runtime.precisions.source_of(self.fp32, self.paths.get(self.fp32, ""))
             return f"the precision of {type(self.fp32).__name__} is set by {by}; {self._conversion()}"
         if self.root is not None:
-            weights = () if isinstance(inner, (type(None), MODULES_OF_NORMS)) else inner.parameters(recurse=False)
-            if any(one.dtype is torch.float32 for one in weights):
-                return f"{path} was added after initialize(): call initialize() when the model is complete"
             if not path:
                 return 'use opt_level="O1", or move these lines to a module of its own, which [modules] keeps in fp32'
         elif casts.on_by_default and casts.local.mode.forced_off:

@@ -189,7 +189,7 @@ def test_a_line_of_the_model_itself_is_told_the_level_that_runs_it(half: torch.d
     train(Root(8, 8), "O1", half)
 
 
-def test_an_adapter_that_came_later_is_told_to_come_before(half: torch.dtype) -> None:
+def test_an_adapter_that_came_later_is_kept_in_fp32(half: torch.dtype) -> None:
     def adapted(base: nn.Module) -> nn.Module:
         base.add_module("adapter", nn.Linear(8, 8))
         base.register_forward_hook(lambda module, _, output: output + module.adapter(output))
@@ -199,8 +199,8 @@ def test_an_adapter_that_came_later_is_told_to_come_before(half: torch.dtype) ->
     train(net, "O2", half)
     adapted(net.first)
     note = note_on(lambda: net(torch.rand(4, 8)))
-    assert "first.adapter was added after initialize(): call initialize()" in note
-    train(net, "O2", half)
+    assert note.endswith('keep first.adapter in fp32 by initialize(..., lists={"modules": {"first.adapter": "fp32"}})')
+    train(net, "O2", half, {"modules": {"first.adapter": "fp32"}})
 
 
 # -- O1 and init() --
