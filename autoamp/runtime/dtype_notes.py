@@ -119,29 +119,28 @@ class _Failure:
             return "scale the loss by autoamp.scale_loss(loss, optimizer), which takes half gradients"
         has_double = any(one.dtype is torch.float64 for one in self.tensors.values())
         if has_double or re.search("(?i)(got:?|found|!=|16 and|half and) double|double !=", text):
-            return f"torch.float64 is not cast; {self._conversion(torch.float64)}"
+            return f"torch.float64 is not cast; {self._conversion()}"
         if self.rule is not None and self.rule.policy is CastPolicy.FP16 and "not implemented for" in text:
             return f'add fp32 = ["{self.rule.target}"] to the list'
         if self.fp32 is not None:
             by = self.runtime.precisions.source_of(self.fp32, self.paths.get(self.fp32, ""))
             return f"the precision of {type(self.fp32).__name__} is set by {by}; {self._conversion()}"
-        if self.root is not None:
-            if not path:
-                return 'use opt_level="O1", or move these lines to a module of its own, which [modules] keeps in fp32'
-        elif casts.on_by_default and casts.local.mode.forced_off:
+        if self.root is None and casts.on_by_default and casts.local.mode.forced_off:
             return f"casts are off around this call; {self._conversion()}"
-        elif self.has_half_state or not path:
+        if self.root is None and (self.has_half_state or not path):
             return self._conversion()
+        if not path:
+            return 'use opt_level="O1", or move these lines to a module of its own, which [modules] keeps in fp32'
         if self.outer in self.runtime.setups:
             return f'keep {path} in fp32 by initialize(..., lists={{"modules": {{"{path}": "fp32"}}}})'
         return f'run it in fp32 by autoamp.current_handle().override(model.get_submodule("{path}"), "fp32")'
 
-    def _conversion(self, source: torch.dtype | None = None) -> str:
+    def _conversion(self) -> str:
         """Return what gives the tensors one dtype."""
         dtype, is_mixed = torch.float32, len(self.half) < len(self.tensors)
         if self.fp32 is None and is_mixed and (self.root is not None or self.has_half_state):
             dtype = next((one.dtype for one in self.half.values()), self.runtime.casts.dtype)
-        names = [name for name, one in self.tensors.items() if one.dtype is not dtype and source in (None, one.dtype)]
+        names = [name for name, one in self.tensors.items() if one.dtype is not dtype]
         return f"call .to({dtype}) on {' and '.join(names) or 'the tensors of another dtype'}"
 
 
