@@ -187,34 +187,15 @@ def check_writable(parent: Any, attribute: str) -> None:
             patch.restore()
 
 
-class _ImportWatcher:
-    """Calls back when modules are imported. wrapt's hooks cannot be taken back, so a module has one at a time."""
-
-    def __init__(self) -> None:
-        # By the name of each module that has a hook.
-        self._waiting: dict[str, list[tuple[object, Callable[[types.ModuleType], None]]]] = {}
-
-    def listen(self, module_name: str, owner: object, callback: Callable[[types.ModuleType], None]) -> None:
-        """Call ``callback(module)`` once a module is imported, unless ``owner`` is forgotten or it is there already."""
-        with writing:
-            if module_name in sys.modules:
-                return
-            if module_name not in self._waiting:
-                wrapt.register_post_import_hook(functools.partial(self._imported, module_name), module_name)
-            self._waiting.setdefault(module_name, []).append((owner, callback))
-
-    def forget(self, owner: object) -> None:
-        """Drop an owner's callbacks. The caller has `writing`."""
-        for module_name, waiting in self._waiting.items():
-            self._waiting[module_name] = [one for one in waiting if one[0] is not owner]
-
-    def _imported(self, module_name: str, module: types.ModuleType) -> None:
-        with writing:
-            for _, callback in self._waiting.pop(module_name, ()):
-                callback(module)
+_waiting: dict[str, list[tuple[PatchSet, Callable[[types.ModuleType], None]]]] = {}
+"""Who waits for the import of a module, by its name. wrapt cannot take a hook back, so a module has one at a time."""
 
 
-watcher = _ImportWatcher()
+def _call_back(module_name: str, module: types.ModuleType) -> None:
+    """Call those who wait for a module, which was imported."""
+    with writing:
+        for _, callback in _waiting.pop(module_name, ()):
+            callback(module)
 
 
 class PatchSet:
@@ -272,7 +253,8 @@ class PatchSet:
             below, which passes calls through once its handle is not active.
         """
         with writing:
-            watcher.forget(self)
+            for module_name, waiting in _waiting.items():
+                _waiting[module_name] = [one for one in waiting if one[0] is not self]
             replacements = {id(patch.replacement): patch.replacement for patch in self}
             foreign = self._take_back(0)
             # Modules that were imported meanwhile may have taken replacements by `from ... import ...`.
@@ -303,7 +285,12 @@ class PatchSet:
 
         A module that is imported already is not imported again, so for it nothing is called.
         """
-        watcher.listen(module_name, self, callback)
+        with writing:
+            if module_name in sys.modules:
+                return
+            if module_name not in _waiting:
+                wrapt.register_post_import_hook(functools.partial(_call_back, module_name), module_name)
+            _waiting.setdefault(module_name, []).append((self, callback))
 
 
 def _module_globals(wanted: Mapping[int, Any], skip: Callable[[str], bool]) -> list[tuple[types.ModuleType, str, Any]]:

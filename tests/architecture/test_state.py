@@ -18,7 +18,7 @@ STATE = {
     "compat/amp/state.py amp_state": "programs read and write `apex.amp._amp_state`, one object of the module in Apex",
     "compat/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
     "compat/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
-    "patching/patches.py watcher": "wrapt's import hooks cannot be taken back, so each module gets one for all handles",
+    "patching/patches.py _waiting": "wrapt's import hooks cannot be taken back, so a module gets one for all handles",
     "patching/patches.py writing": "patches are written to objects that all threads share",
     "runtime/active.py handles": "a process has one torch, so one handle patches it",
     "runtime/active.py activated": "packages above hear of handles that are not made yet",
