@@ -33,23 +33,15 @@ class Mutation:
 
     Attributes:
         parameters: The names of its parameters, in order.
-        mutated: Those that it writes to.
-        itself: Whether its first argument is what it is there to write to, as of `Tensor.normal_`: that is never cast.
+        mutated: Those that it writes to, and that are cast for the call.
+        uncast: Those that are never cast: what a method such as `Tensor.normal_` is there to write to.
         inplace: Whether it has a flag `inplace` that makes it write to its first argument.
     """
 
     parameters: tuple[str, ...]
     mutated: frozenset[str] = frozenset()
-    itself: bool = False
+    uncast: frozenset[str] = frozenset()
     inplace: bool = False
-
-    def uncast(self, to_half: bool) -> frozenset[str]:
-        """Return the parameters that are not cast: of a norm the weights too, since they go with its statistics."""
-        if self.itself:
-            return frozenset(self.parameters[:1])
-        if to_half and self.mutated:
-            return self.mutated | {"weight", "bias"}
-        return frozenset()
 
 
 def mutation_of(original: Any) -> Mutation | None:
@@ -62,7 +54,7 @@ def mutation_of(original: Any) -> Mutation | None:
     if in_python and not original.__module__.startswith("torch."):
         return None
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        return Mutation(("self",), itself=True)
+        return Mutation(("self",), uncast=frozenset({"self"}))
     if not in_python:
         op: Any = getattr(torch.ops.aten, name, None) if name.endswith(("_norm", "_counts", "_stats")) else None
         arguments = tuple(one.name for one in schema_of(op.default).arguments) if hasattr(op, "default") else ()
@@ -110,7 +102,10 @@ def build_mutating(
         to_half: Whether the cast is one to half: what is mutated then stays in its own, wider dtype. A cast to
             fp32 is copied back after the call.
     """
-    uncast, parameters = mutation.uncast(to_half), mutation.parameters
+    uncast, parameters, narrows = mutation.uncast, mutation.parameters, to_half and bool(mutation.mutated)
+    if narrows:
+        # Of a norm the weights too, since they go with its statistics.
+        uncast = mutation.mutated | {"weight", "bias"}
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         new, new_kwargs = cast_call(cast_args, args, kwargs)
@@ -129,7 +124,7 @@ def build_mutating(
                 with torch.no_grad():
                     given[name].copy_(call[name])
         # With an uncast argument in fp32 the result may be fp32 too.
-        return map_tensors(result, casts.to_half) if uncast and not mutation.itself else result
+        return map_tensors(result, casts.to_half) if narrows else result
 
     return run
 
