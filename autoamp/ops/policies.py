@@ -200,7 +200,9 @@ def _special_case(
         if original in RECURRENT_LAYERS and on_cuda:
             return build_recurrent(original, casts)
         if original is torch.einsum:
-            return _einsum_promoter(original, casts)
+            # Without sums of products half precision gains nothing, and it promotes.
+            promote = casts.promote_args
+            return lambda args, kwargs: NotImplemented if kwargs or _contracts(args) else original(*promote(args))
         return build_packed(original, casts)
     if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
         return build_composite(original, casts)
@@ -223,15 +225,6 @@ def _banned_caster(casts: CastState, name: str, remedy: str, allow_banned: bool)
         return casts.args_to_fp32(args)
 
     return cast_args
-
-
-def _einsum_promoter(einsum: Any, casts: CastState) -> SpecialCase:
-    """Return the way of `torch.einsum`: without sums of products half precision gains nothing, and it promotes."""
-
-    def promote(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return NotImplemented if kwargs or _contracts(args) else einsum(*casts.promote_args(args))
-
-    return promote
 
 
 def _contracts(args: tuple[Any, ...]) -> bool:
