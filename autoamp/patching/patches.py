@@ -62,13 +62,6 @@ def original_of(value: Any) -> Any:
     return value
 
 
-def below_restored(value: Any) -> Any:
-    """Return what is below the replacements whose sets were restored, at most down to one whose set was not."""
-    while (found := mark_of(value)) is not None and not found.alive:
-        value = found.original
-    return value
-
-
 def mark_of(value: Any) -> _Mark | None:
     """Return the mark of a replacement; None for anything else, such as a function that a mark was copied to."""
     found = vars(value).get(_MARK) if type(value) in _MARKED_TYPES else None
@@ -131,7 +124,10 @@ class Patch:
             found = vars(parent).get(attribute, _ABSENT)
         except TypeError as error:
             raise PatchError(f"{_name(parent, attribute)} cannot be replaced: {error}") from error
-        previous = below_restored(found)
+        previous = found
+        # What is below the replacements whose sets were restored.
+        while (marked := mark_of(previous)) is not None and not marked.alive:
+            previous = marked.original
         # A replacement of a restored set, put back by somebody who had patched on top of it, may replace an inherited
         # attribute.
         if previous is not found and _inherited(parent, attribute) is previous:
