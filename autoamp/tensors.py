@@ -66,10 +66,8 @@ def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def default_device_type() -> str:
     """Return the type of the current accelerator, ``"cpu"`` where there is none."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return "cpu"
-    return accelerator.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

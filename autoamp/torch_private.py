@@ -58,16 +58,14 @@ def _both(one: str, other: str) -> tuple[Any, Any]:
 # -- the state of a thread. Where a name is missing, the answer is the one for which callers take the general way --
 
 
-def _any_autocast() -> bool:
-    return any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
-
-
 def _tracing() -> bool | None:
     jit: Any = torch.jit
     return jit.is_tracing() or None
 
 
-is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled", _any_autocast)
+is_any_autocast_enabled: Callable[[], bool] = _find(
+    "torch._C._is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
+)
 """Whether this thread is in a ``torch.autocast`` region of any device type."""
 
 _has_function_modes: Callable[[], bool] = _find("torch._C._is_torch_function_mode_enabled", lambda: True)
@@ -346,14 +344,7 @@ mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambd
 """Whether the user lets torch call oneDNN."""
 
 
-def _dual_level() -> Callable[[], bool]:
-    if _find("torch.autograd.forward_ad._current_level", None) is None:
-        return lambda: True
-    return lambda: forward_ad._current_level >= 0
-
-
-in_dual_level: Callable[[], bool] = _dual_level()
-"""Whether forward-mode derivatives are being computed."""
+_tells_dual_level = _find("torch.autograd.forward_ad._current_level", None) is not None
 
 
 def is_intercepted() -> bool:
@@ -365,7 +356,8 @@ def is_intercepted() -> bool:
         is_any_autocast_enabled()
         or in_function_mode()
         or dispatch_modes()
-        or in_dual_level()
+        or not _tells_dual_level
+        or forward_ad._current_level >= 0
         or tracing_state() is not None
     )
 
@@ -460,12 +452,11 @@ def function_of_node(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
-def _names_of_builtins() -> tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]]:
-    find, table = _both("torch.jit._builtins._find_builtin", "torch.jit._builtins._get_builtin_table")
-    return (find, table) if find is not None else ((lambda _: None), dict)
+_builtins = _both("torch.jit._builtins._find_builtin", "torch.jit._builtins._get_builtin_table")
 
-
-names_of_builtins: tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]] = _names_of_builtins()
+names_of_builtins: tuple[Callable[[Any], Any], Callable[[], dict[int, Any]]] = (
+    ((lambda _: None), dict) if None in _builtins else _builtins
+)
 """TorchScript's look-up of the operator of a builtin, and its table. Without them it compiles no op that is listed."""
 
 SCRIPTED: tuple[Any, ...] = tuple(

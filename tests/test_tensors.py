@@ -138,14 +138,10 @@ def test_other_leaves_are_converted_on_request() -> None:
     assert map_tensors(value, Tensor.half, lambda leaf: leaf) is value
 
 
-def test_default_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert default_device_type() == "cuda"
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert default_device_type() == "cpu"
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert default_device_type() == "cpu"
+@pytest.mark.parametrize(("accelerator", "device_type"), [(torch.device("cuda"), "cuda"), (None, "cpu")])
+def test_default_device_type(monkeypatch: pytest.MonkeyPatch, accelerator: object, device_type: str) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
+    assert default_device_type() == device_type
 
 
 @pytest.mark.parametrize("before", [True, False])
