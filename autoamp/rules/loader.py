@@ -42,12 +42,9 @@ class PackageList:
 
     @property
     def file(self) -> Path:
-        """The `autoamp.toml` in the package's folder; the package is not imported. OSError: there is no such folder."""
+        """The `autoamp.toml` in the package's folder; the package is not imported, and may not be installed."""
         top, *rest = self.package.split(".")
-        folder = _folder_of(top)
-        if folder is None:
-            raise FileNotFoundError(f"no package {top!r} is installed")
-        return Path(folder, *rest, "autoamp.toml")
+        return Path(_folder_of(top) or top, *rest, "autoamp.toml")
 
 
 @functools.lru_cache(maxsize=1)
@@ -77,12 +74,15 @@ def _folder_of(package: str) -> str | None:
 
 def _read(path: Path | Traversable, name: str, asked_by: RuleSource) -> ListSet:
     """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
+    remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
+    return _checked(_read_bytes(path, asked_by, repr(name), remedy), name, asked_by.shipped)
+
+
+def _read_bytes(path: Path | Traversable, asked_by: RuleSource, name: str, remedy: str) -> bytes:
     try:
-        raw = path.read_bytes()
+        return path.read_bytes()
     except (OSError, ValueError) as error:
-        remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
-        raise ListFileError(f"{name!r} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
-    return _checked(raw, name, asked_by.shipped)
+        raise ListFileError(f"{name} cannot be read ({error}); {remedy}", asked_by.path, asked_by.line) from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -109,16 +109,9 @@ def _read_named(ref: str, asked_by: RuleSource, folder: Path) -> ListSet:
 
 def _read_pyproject(path: Path) -> ListSet | None:
     """Return the set under `[tool.autoamp]`, or None where there is no such table."""
-    if not path.is_file():
+    if not path.is_file() or not os.access(path, os.R_OK):
         return None
-    try:
-        raw = path.read_bytes()
-    except PermissionError:
-        return None
-    except OSError as error:
-        raise ListFileError(
-            f"cannot be read ({error}); run in another folder, or repair the file", str(path)
-        ) from error
+    raw = _read_bytes(path, RuleSource(str(path), None, False), "the file", "run in another folder, or repair it")
     # An error in a file that never mentions autoamp is not ours to report.
     data, lines = parse_toml(raw if b"autoamp" in raw else b"", str(path))
     tool = data.get("tool")
@@ -286,12 +279,8 @@ def package_tables() -> list[tuple[PackageList, CastTable]]:
 
 def _read_package(package: PackageList) -> CastTable:
     """Read what a package ships. ListFileError: it cannot be read, is wrong, or is about ops of others."""
-    try:
-        path = package.file
-        raw = path.read_bytes()
-    except (OSError, ValueError) as error:
-        remedy = f"put an autoamp.toml into the folder of the package that the entry point of {_GROUP!r} names"
-        raise ListFileError(f"{package.package!r} has no list file ({error}); {remedy}", _GROUP) from error
+    path, remedy = package.file, f"put it into the folder of the package that the entry point of {_GROUP!r} names"
+    raw = _read_bytes(path, RuleSource(_GROUP, None, True), f"the autoamp.toml of {package.package!r}", remedy)
     found = _checked(raw, str(path), True)
     if found.extends is not None:
         fail(found.source.at("extends"), "a package's list cannot have `extends`; remove it")

@@ -86,9 +86,9 @@ def test_explicit_choices_and_the_project_precede_the_lists_of_packages(
         ("schema = 1\nfp16 = ['softmax']", "mylib", "autoamp.toml:2: 'softmax' is not a name of this package"),
         ("schema = 1\nextends = []", "mylib", "autoamp.toml:2: a package's list cannot have `extends`"),
         ("schema = 1\nfp16 = 3", "mylib", "autoamp.toml:2: "),
-        (LIST, "absent", "no package 'absent' is installed"),
-        (LIST, "by_hand", "no package 'by_hand' is installed"),
-        (LIST, "mylib.inner", "'mylib.inner' has no list"),
+        (LIST, "absent", "the autoamp.toml of 'absent' cannot be read"),
+        (LIST, "by_hand", "the autoamp.toml of 'by_hand' cannot be read"),
+        (LIST, "mylib.inner", "the autoamp.toml of 'mylib.inner' cannot be read"),
     ],
 )
 def test_a_broken_list_is_told_and_left_out(
