@@ -97,27 +97,13 @@ def _mapped(
         return new, new is not value
     if depth == 0:
         return value, False
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, dict)):
         items, any_changed = [], False
-        for item in value:
+        for item in value.values() if isinstance(value, dict) else value:
             new, changed = (item, False) if type(item) in PLAIN_TYPES else _mapped(item, convert, other, depth - 1)
             items.append(new)
             any_changed |= changed
-        return (_rebuilt_sequence(value, items), True) if any_changed else (value, False)
-    if isinstance(value, dict):
-        mapped, any_changed = {}, False
-        for key, item in value.items():
-            mapped[key], changed = _mapped(item, convert, other, depth - 1)
-            any_changed |= changed
-        if not any_changed:
-            return value, False
-        if type(value) is dict:
-            return mapped, True
-        # A copy has what a subclass adds, such as a default factory or attributes. Some subclasses refuse `update`.
-        rebuilt = copy.copy(value)
-        for key, item in mapped.items():
-            rebuilt[key] = item
-        return rebuilt, True
+        return (_rebuilt(value, items), True) if any_changed else (value, False)
     if other is None:
         return value, False
     new = other(value)
@@ -136,9 +122,15 @@ def iter_tensors(value: Any, depth: int = MAX_DEPTH) -> Iterator[Tensor]:
             yield from iter_tensors(item, depth - 1)
 
 
-def _rebuilt_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """Return a sequence like ``value`` with other items."""
+def _rebuilt(value: Any, items: list[Any]) -> Any:
+    """Return a container like ``value`` with other items."""
     kind = type(value)
+    if isinstance(value, dict):
+        # A copy has what a subclass adds, such as a default factory or attributes. Some subclasses refuse `update`.
+        rebuilt = {} if kind is dict else copy.copy(value)
+        for key, item in zip(value, items, strict=True):
+            rebuilt[key] = item
+        return rebuilt
     if kind is list:
         return items
     if kind is tuple:
