@@ -231,15 +231,14 @@ def _loadable(model: Module, optimizer: Any, state: Mapping[str, Any], had_state
     """Return what ``optimizer.load_state_dict`` takes."""
     of_parameters: dict[int, dict[str, Any]] = {}
     entries = _entries(model, optimizer)
-    by_name: dict[str, dict[str, Any]] = {entry.name: {} for entry in entries}
-    options: dict[str, dict[str, Any]] = {entry.name: {} for entry in entries}
+    by_name, options = ({entry.name: dict[str, Any]() for entry in entries} for _ in range(2))
     for key, value in state.items():
-        for prefix, parts in (("state.", by_name), ("param_groups.", options)):
-            if key.startswith(prefix):
-                # Names of parameters have dots, those of entries have none.
-                name, _, last = key.removeprefix(prefix).rpartition(".")
-                if name in parts:
-                    parts[name][last] = value
+        kind, _, path = key.partition(".")
+        # Names of parameters have dots, those of entries have none.
+        name, _, last = path.rpartition(".")
+        parts = {"state": by_name, "param_groups": options}.get(kind, {})
+        if name in parts:
+            parts[name][last] = value
     for place, entry in enumerate(entries):
         own = by_name[entry.name]
         if had_state is not None and entry.name in had_state and not own:
