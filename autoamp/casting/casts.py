@@ -217,11 +217,6 @@ class CastState:
         """Whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
         return False
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Cast again, for a closure that an optimizer calls within its step, during which casts are off."""
-        # True, as the step has replaced what the thread had set. It stays off where casts are forced off.
-        return self.switched(None if self.in_modules else True)
-
     @contextlib.contextmanager
     def switched(self, on: bool | None, forced_off: bool | None = None) -> Iterator[None]:
         """Set this thread's switches for a ``with`` statement, as `ThreadState.set` does."""

@@ -307,9 +307,11 @@ def _step_with_closure(
 
 
 def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
-    """Call a closure as outside of a step."""
+    """Call a closure as outside of a step, during which casts are off. They stay off where they are forced off."""
     casts = guard.owner.casts
-    with contextlib.nullcontext() if casts is None else casts.evaluating(), torch.enable_grad():
+    # True, as the step has replaced what the thread had set.
+    casting = contextlib.nullcontext() if casts is None else casts.switched(None if casts.in_modules else True)
+    with casting, torch.enable_grad():
         return closure()
 
 
