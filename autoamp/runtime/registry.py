@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import threading
@@ -14,7 +13,7 @@ from autoamp.casting import CastState
 from autoamp.errors import ListFileError, PatchError, TargetError, warn_user
 from autoamp.ops import Target, build_replacement, target_at
 from autoamp.patching import check_writable
-from autoamp.rules import CastPolicy, CastRule, RuleSource
+from autoamp.rules import CastPolicy, CastRule, RuleSource, did_you_mean
 
 # A decorator returns what it was given: its parameters, overloads and descriptors stay known to type checkers.
 _Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
@@ -98,9 +97,7 @@ class Registry:
         """
         where = getattr(module, "__name__", type(module).__name__)
         if not isinstance(name, str) or not hasattr(module, name):
-            near = difflib.get_close_matches(str(name), dir(module), n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "register a name that is there"
-            raise TargetError(f"no function named {name!r} in {where!r}; {hint}")
+            raise TargetError(f"no function named {name!r} in {where!r}; {did_you_mean(name, dir(module))}")
         rule = CastRule(f"{where}.{name}", policy, RuleSource(f"register_{policy.value}_function", None, False))
         try:
             target = target_at(module, name, rule)
