@@ -200,9 +200,6 @@ class PatchSet:
     def __init__(self) -> None:
         self._patches: list[Patch] = []
 
-    def __len__(self) -> int:
-        return len(self._patches)
-
     def __iter__(self) -> Iterator[Patch]:
         return iter(self._patches)
 

@@ -81,7 +81,7 @@ def test_a_set_that_is_restored_while_an_import_runs_gets_no_patch(folder: Path)
     importing.join(10)
     restoring.join(10)
     assert original_of(sys.modules["slow"].work) is sys.modules["slow"].work
-    assert len(patches) == 0
+    assert list(patches) == []
 
 
 # -- nearest --

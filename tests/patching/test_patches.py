@@ -48,7 +48,7 @@ def test_what_cannot_be_written_is_told_by_name(parent: Any, name: str, patches:
         patches.replace(parent, name, None)
     with pytest.raises(PatchError, match="cannot be replaced"):
         check_writable(parent, name)
-    assert len(patches) == 0
+    assert list(patches) == []
 
 
 # -- sets --
@@ -63,7 +63,7 @@ def test_patches_are_restored_in_reverse_order(shelf: types.ModuleType, patches:
     assert [patch.name for patch in patches] == ["shelf.work", "shelf.work"]
     assert patches.restore() == NOTHING
     assert shelf.work is work
-    assert len(patches) == 0
+    assert list(patches) == []
     for _ in range(2):
         patches.replace(shelf, "work", replacement_of(shelf.work))
     shelf.work = print
