@@ -9,7 +9,7 @@ import bisect
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from autoamp.diagnostics.verdicts import (
     OverflowVerdict,
     ScaleSearch,
 )
-from autoamp.tape import CannotRerun, Op, Place, Rerun, Tape, everything, iter_refs
+from autoamp.tape import CannotRerun, Choice, Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name
 
 _MAX_SCALE_BITS = 40
@@ -37,9 +37,6 @@ _MAX_LATER_OPS = 2
 _MAX_OPS, _MAX_MODULES = 4, 3
 # All lists have these in half precision.
 _PRODUCTS = re.compile(r"mm|conv|dot|mv|lstm|gru|rnn|attention|linear")
-
-Choice = Callable[[Op], bool]
-"""Which operators of a tape run in fp32."""
 
 
 def unlocated(why: str) -> Overflow:

@@ -7,7 +7,7 @@ finite result, as a softmax does of a mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from autoamp.diagnostics.call_sites import WRITERS
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.patching import original_of
-from autoamp.tape import Load, Op, Place, Ref, Rerun, Tape, writes_of, written
+from autoamp.tape import Choice, Load, Op, Place, Ref, Rerun, Tape, writes_of, written
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import undisturbed
 
@@ -91,12 +91,7 @@ class Followed(Rerun):
     """
 
     def __init__(
-        self,
-        tape: Tape,
-        in_fp32: Callable[[Op], bool] = lambda op: False,
-        *,
-        factor: float = 1.0,
-        limit: float = math.inf,
+        self, tape: Tape, in_fp32: Choice = lambda op: False, *, factor: float = 1.0, limit: float = math.inf
     ) -> None:
         super().__init__(tape, in_fp32, factor=factor)
         self._model_inputs = tape.of_kind("input")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from autoamp.diagnostics.findings import (
-    Choice,
     Entry,
     half_ops_before,
     half_precision_finding,
@@ -34,7 +33,7 @@ from autoamp.diagnostics.overflow import OverflowTrace
 from autoamp.diagnostics.ranges import relative_error
 from autoamp.diagnostics.tables import first_of
 from autoamp.diagnostics.verdicts import Overflow
-from autoamp.tape import Op, Place, Rerun, Tape, everything, iter_refs
+from autoamp.tape import Choice, Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 
 log = logging.getLogger(__name__)

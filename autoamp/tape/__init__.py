@@ -17,5 +17,6 @@ from autoamp.tape.files import save_tape as save_tape
 from autoamp.tape.record import UnnoticedRecording as UnnoticedRecording
 from autoamp.tape.record import record as record
 from autoamp.tape.rerun import CannotRerun as CannotRerun
+from autoamp.tape.rerun import Choice as Choice
 from autoamp.tape.rerun import Rerun as Rerun
 from autoamp.tape.rerun import everything as everything

@@ -13,6 +13,9 @@ from autoamp.tape.contents import Load, Op, Ref, Seed, Tape, iter_refs, writes_o
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import undisturbed
 
+Choice = Callable[[Op], bool]
+"""Which operators of a tape run in fp32."""
+
 
 class CannotRerun(Exception):
     """A tape cannot run again. The message says why."""
@@ -95,7 +98,7 @@ class Rerun:
         CannotRerun: The tape is incomplete; while it runs: a tensor was written to since, or an operator cannot run.
     """
 
-    def __init__(self, tape: Tape, in_fp32: Callable[[Op], bool] = lambda op: False, *, factor: float = 1.0) -> None:
+    def __init__(self, tape: Tape, in_fp32: Choice = lambda op: False, *, factor: float = 1.0) -> None:
         if tape.incomplete is not None:
             raise CannotRerun(tape.incomplete)
         self.tape = tape
