@@ -16,7 +16,7 @@ from torch import Tensor
 from autoamp import runtime
 from autoamp.compat.amp.properties import Properties, fill
 from autoamp.compat.early.optimizers import GroupsOfMasters
-from autoamp.compat.early.scalers import set_scale
+from autoamp.compat.early.scalers import CurScale
 from autoamp.errors import UsageError
 from autoamp.runtime import current_handle, current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler
@@ -60,13 +60,7 @@ class ScalerView:
         """Whether the scale follows overflows."""
         return isinstance(self._scaler, DynamicLossScaler)
 
-    @property
-    def _loss_scale(self) -> float:
-        return self._scaler.loss_scale
-
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        set_scale(self._scaler, scale)
+    _loss_scale = CurScale.cur_scale
 
     @property
     def _unskipped(self) -> int:

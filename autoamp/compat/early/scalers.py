@@ -8,30 +8,25 @@ from typing import Any
 from autoamp import fp16_utils, scaling
 
 
-def set_scale(scaler: scaling.LossScaler, scale: float) -> None:
-    """Set a scaler's scale. As in Apex it may be beyond a dynamic scaler's limits, which give way.
-
-    Raises:
-        LossScaleError: No scaler takes this scale.
-    """
-    scale = scaling.StaticLossScaler(float(scale)).loss_scale
-    if isinstance(scaler, scaling.DynamicLossScaler):
-        scaler.max_loss_scale = max(scaler.max_loss_scale, scale)
-        scaler.min_loss_scale = min(scaler.min_loss_scale, scale)
-    scaler.load_state_dict({"loss_scale": scale, "unskipped": scaler.unskipped})
-
-
 class CurScale:
     """A scaler, or what has one as ``_scaler``, whose scale is read and written as ``cur_scale`` too."""
 
     @property
     def cur_scale(self) -> float:
-        """The scale for the next loss; it may be written."""
+        """The scale for the next loss.
+
+        It may be written. As in Apex it may be beyond a dynamic scaler's limits, which give way. LossScaleError: no
+        scaler takes this scale.
+        """
         return float(_scaler_of(self).loss_scale)
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        set_scale(_scaler_of(self), scale)
+        scaler, scale = _scaler_of(self), scaling.StaticLossScaler(float(scale)).loss_scale
+        if isinstance(scaler, scaling.DynamicLossScaler):
+            scaler.max_loss_scale = max(scaler.max_loss_scale, scale)
+            scaler.min_loss_scale = min(scaler.min_loss_scale, scale)
+        scaler.load_state_dict({"loss_scale": scale, "unskipped": scaler.unskipped})
 
 
 def _scaler_of(owner: Any) -> scaling.LossScaler:
