@@ -88,10 +88,9 @@ class CompilerTables:
             "torch.export._trace": lambda module: _patch_export(patches, casts_off, module),
         }
         for module_name, callback in callbacks.items():
+            patches.when_imported(module_name, callback)
             if module_name in sys.modules:
                 callback(sys.modules[module_name])
-            else:
-                patches.when_imported(module_name, callback)
         _clear_lookups()
 
     def forget(self) -> None:
