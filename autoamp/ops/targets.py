@@ -239,9 +239,7 @@ def owns_its_names(module_name: str) -> bool:
     That is true of this package and of torch. torch's compiler, decompositions and tracers use the original functions
     as keys. But ``torch.nn`` and ``torch.distributions`` call the functions as any program does, so those are rebound.
     """
-    if module_name == "autoamp" or module_name.startswith("autoamp."):
-        return True
-    if module_name != "torch" and not module_name.startswith("torch."):
-        return False
-    # In torch.nn.functional rules mean the names themselves: what no rule means there must stay.
-    return module_name == "torch.nn.functional" or not module_name.startswith(("torch.nn.", "torch.distributions."))
+    if module_name.startswith(("torch.nn.", "torch.distributions.")):
+        # In torch.nn.functional rules mean the names themselves: what no rule means there must stay.
+        return module_name == "torch.nn.functional"
+    return f"{module_name}.".startswith(("autoamp.", "torch."))
