@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable
@@ -56,11 +57,9 @@ def spelled_out(dotted: str) -> str | None:
     if not rest or first in sys.modules or PathFinder.find_spec(first) is not None:
         return None
     for whole in (f"torch.nn.functional.{rest}" if first == "F" else dotted, f"torch.{dotted}", f"torch.nn.{dotted}"):
-        try:
+        with contextlib.suppress(PatchError):
             if resolve(whole) is not None:
                 return whole
-        except PatchError:
-            pass
     return None
 
 
@@ -68,13 +67,11 @@ def explain_missing(dotted: str, admits: Callable[[Any], bool] = lambda value: T
     """Say which names come nearest to the first part of a dotted name that does not exist.
 
     Args:
-        dotted: A name that `resolve` refuses.
+        dotted: A name that `resolve` refuses: a part of it is imported.
         admits: Tells of a value whether the whole name may mean it.
     """
     parts = dotted.split(".")
-    end = next((end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in sys.modules), 0)
-    if not end:
-        return "no part of it is imported"
+    end = next(end for end in range(len(parts) - 1, 0, -1) if ".".join(parts[:end]) in sys.modules)
     holder: Any = sys.modules[".".join(parts[:end])]
     while end < len(parts) - 1 and hasattr(holder, parts[end]):
         holder, end = getattr(holder, parts[end]), end + 1
