@@ -63,10 +63,7 @@ class DistributedState:
         listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         for optimizer in listed:
             if not is_optimizer(optimizer):
-                raise UsageError(
-                    f"optimizers takes an optimizer or a list of them, not {kind_of(optimizer)}: it needs "
-                    "`param_groups` and `step()`"
-                )
+                raise UsageError(f"Expected an optimizer, got {kind_of(optimizer)}. Pass those that step this model")
         self._model = model
         self._optimizers = listed
         self._amp = amp

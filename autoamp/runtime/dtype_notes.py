@@ -77,8 +77,7 @@ class _Failure:
         self.root: Module | None = None
         self.fp32: Module | None = None
         for module in self.modules:
-            dtypes = runtime.models.forward_dtypes.get(module)
-            inputs = None if dtypes is None else dtypes.inputs
+            inputs = getattr(runtime.models.forward_dtypes.get(module), "inputs", None)
             precision = None if self.root is not None else runtime.precisions.get(module)
             if inputs in HALF_DTYPES:
                 self.root, self.fp32 = self.root or module, None

@@ -161,7 +161,7 @@ def test_models_and_optimizers_of_another_kind_are_refused(tmp_path: Path) -> No
     model = nn.Linear(2, 2)
     with pytest.raises(autoamp.UsageError, match=r"model=str is not a torch\.nn\.Module"):
         DistributedState("model")  # type: ignore[arg-type]
-    with pytest.raises(autoamp.UsageError, match="not an int"):
+    with pytest.raises(autoamp.UsageError, match="Expected an optimizer, got an int"):
         DistributedState(model, [3])
     foreign = torch.optim.SGD([*model.parameters(), torch.ones(3)], 0.1)
     with pytest.raises(
