@@ -123,7 +123,7 @@ class Patch:
         try:
             found = vars(parent).get(attribute, _ABSENT)
         except TypeError as error:
-            raise PatchError(f"{_name(parent, attribute)} cannot be replaced: {error}") from error
+            raise PatchError(f"{type(parent).__name__}.{attribute} cannot be replaced: {error}") from error
         previous = found
         # What is below the replacements whose sets were restored.
         while (marked := mark_of(previous)) is not None and not marked.alive:
@@ -137,7 +137,7 @@ class Patch:
     @property
     def name(self) -> str:
         """The dotted name of the patched attribute."""
-        return _name(self.parent, self.attribute)
+        return f"{getattr(self.parent, '__name__', type(self.parent).__name__)}.{self.attribute}"
 
     def apply(self) -> None:
         """Write the replacement. PatchError where the attribute cannot be written."""
@@ -160,10 +160,6 @@ class Patch:
         else:
             setattr(self.parent, self.attribute, self.previous)
         return True
-
-
-def _name(parent: Any, attribute: str) -> str:
-    return f"{getattr(parent, '__name__', type(parent).__name__)}.{attribute}"
 
 
 def _inherited(parent: Any, attribute: str) -> Any:
