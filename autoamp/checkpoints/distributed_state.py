@@ -166,10 +166,7 @@ def _entries(model: Module, optimizer: Any) -> list[_Entry]:
     """
     names: dict[int, str] = {}
     for name, parameter in named_parameters(model):
-        master = master_of(parameter)
-        names[id(parameter)] = name
-        if master is not None:
-            names[id(master)] = name
+        names |= {id(one): name for one in (parameter, master_of(parameter)) if one is not None}
     found: list[_Entry] = []
     for number, group in enumerate(optimizer.param_groups):
         for place, stepped in enumerate(group["params"]):
@@ -217,8 +214,7 @@ def load_optimizers(model: Module, optimizers: Iterable[Any], state: Mapping[str
         CheckpointError: The state of a parameter is missing. Nothing was loaded.
         UsageError: An optimizer steps a parameter that is not the model's.
     """
-    listed = state.get(_STEPPED)
-    had_state = None if listed is None else set(listed.split("\n"))
+    had_state = set(state[_STEPPED].split("\n")) if _STEPPED in state else None
     prepared = [(optimizer, _loadable(model, optimizer, state, had_state)) for optimizer in optimizers]
     for optimizer, loadable in prepared:
         optimizer.load_state_dict(loadable)
