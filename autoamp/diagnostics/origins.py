@@ -134,10 +134,10 @@ class Followed(Rerun):
             if backward or op.name == _CHECK:
                 self._unread.pop(ref.memory, None)
             if not op.place.is_cast and (made := self._casts.pop(ref.memory, None)) is not None:
-                cast = made.place
-                made.place = op.place._replace(
-                    function=bare_op(op), module=cast.module, is_cast=True, classes=cast.classes
-                )
+                before, taken = made.place, op.place
+                made.place = Place(
+                    bare_op(op), before.module, taken.location, taken.names, True, taken.in_place, before.classes
+                )  # fmt: skip
 
     def _origin(self, ref: Ref, tensor: Tensor) -> NonFiniteOrigin | None:
         """Return where the inf or nan of an argument came from; None if it holds none."""
