@@ -24,11 +24,12 @@ from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller
 from autoamp.diagnostics.capsule import CapsuleWriter
 from autoamp.diagnostics.findings import by_communication, explain_tape, unlocated
+from autoamp.diagnostics.inferences import Inferences
 from autoamp.diagnostics.kept_calls import KeptCall, OutsideCall, floating, key_of, unwrapped
 from autoamp.diagnostics.observer import Observation
 from autoamp.diagnostics.origins import Followed, nonfinite_value
 from autoamp.diagnostics.second_calls import KeptState
-from autoamp.diagnostics.step_recorder import Inferences, RecordedStep, StepRecorder
+from autoamp.diagnostics.step_recorder import WATCHED_STEPS, RecordedStep, StepRecorder
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import NotLocated, Overflow, ScaleSearch
 from autoamp.errors import kind_of
@@ -44,8 +45,6 @@ _T = TypeVar("_T")
 
 _CATCH = "trace_overflow=True (autoamp run --trace-overflow) records every step, and names the op that made it"
 
-# After a step whose overflow was not located, or lies outside of modules, so many steps are watched.
-WATCHED_STEPS = 8
 # A search for the loss scale takes two skips in a row where a scale has held: at twice that, and at itself. Where none
 # has held the search begins at 2**16, and as a rule ends above this.
 _SEARCHES, _LOW_SCALE = 2, 2.0**10

@@ -2,9 +2,6 @@
 
 Nothing of a step that is recorded runs again, and what it overwrote stays as the program left it. Of other steps the
 calls are kept (`kept_calls.py`): if one goes wrong, the call that did may run once more.
-
-Of calls of models with gradients off one sum over the outputs tells whether these held inf or nan. After inf or nan the
-next calls are recorded, until one gives it again.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -27,12 +24,9 @@ from torch.nn import Module
 from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import Caller, CallPlaces, user_frame
 from autoamp.diagnostics.kept_calls import KeptCall, KeptTensor, OutsideCalls, floating, key_of, unwrapped
-from autoamp.diagnostics.tables import counted
-from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import UsageError
-from autoamp.patching import original_of
 from autoamp.program import Subscriber
-from autoamp.scaling import UnreadFlags, local_of
+from autoamp.scaling import local_of
 from autoamp.stepping import several_processes
 from autoamp.tape import CannotRerun, Named, Ref, Tape, UnnoticedRecording
 from autoamp.tensors import compacted, iter_tensors, map_tensors
@@ -54,10 +48,8 @@ _MAX_BYTES = 2**26
 _TYPES = (Tensor, torch.nn.Parameter)
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
-# So many calls with gradients off are recorded, until one gives inf or nan again.
-_RECORDED = 8
-# Torch's own, also if this file is imported while lists are in force.
-_SUM: Any = original_of(Tensor.sum)
+# After inf or nan so many steps are recorded, and so many calls with gradients off, until one gives it again.
+WATCHED_STEPS = 8
 
 
 @dataclass(eq=False, repr=False)
@@ -192,7 +184,7 @@ class StepRecorder(Subscriber):
         self._inside = _Inside()
         self._graphs = compiled_graphs()
         self.outside = OutsideCalls()
-        self.inferences: Inferences | None = None
+        self.inferences: Any = None
 
     def step_begins(self) -> None:
         """An optimizer is called, which ends the recorded step."""
@@ -440,98 +432,3 @@ class StepRecorder(Subscriber):
 def _is_captured() -> bool:
     """Whether calls are traced, or captured in a CUDA graph."""
     return tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-
-
-class Inferences:
-    """Looks at calls of models with gradients off.
-
-    Args:
-        recorder: Records calls.
-        explain: Explains a recorded call by the tape, with its outputs as losses; None if inf was written on purpose.
-
-    Attributes:
-        calls: The number of calls.
-        found: What made inf or nan, in the order in which it was found.
-    """
-
-    def __init__(self, recorder: StepRecorder, explain: Callable[[RecordedStep], Overflow | None]) -> None:
-        self.calls = 0
-        self.found: list[Overflow] = []
-        self._recorder = recorder
-        self._explain = explain
-        self._nonfinite = 0
-        self._model = ""
-        self._recorded = 0
-        # Classes of models that write inf to their outputs on purpose.
-        self._on_purpose: set[type] = set()
-        self._unread = UnreadFlags()
-
-    @property
-    def nonfinite(self) -> int:
-        """How many calls gave inf or nan. Waits for the device where that alone knows of the last ones."""
-        self._unread.catch_up()
-        return self._nonfinite
-
-    @property
-    def sentence(self) -> str | None:
-        """What was found in words; None if all outputs were finite."""
-        if not self.nonfinite:
-            return None
-        calls = f"{counted(self.nonfinite, 'call')} of {self._model} with gradients off gave inf or nan"
-        cause = self.found[0] if self.found else None
-        if cause is None:
-            return f"{calls}, and none of the next calls, which are recorded, gave it again: not located"
-        return f"{calls}: {cause.cause}" + (f"; {cause.suggestion}" if cause.suggestion else "")
-
-    def begin(self, module: Module, args: Any, kwargs: Any) -> tuple[type, contextlib.ExitStack | None]:
-        """Begin a call; it is recorded if an earlier one gave inf or nan.
-
-        Returns:
-            The class of the model, and what ends the record of the call; None if it is not recorded.
-        """
-        self.calls += 1
-        recorded = None
-        if self._recorded:
-            self._recorded -= 1
-            recorded = contextlib.ExitStack()
-            recorded.enter_context(self._recorder.one_step())
-            self._recorder.record_call(module, args, kwargs)
-        return type(unwrapped(module)), recorded
-
-    def end(self, call: tuple[type, contextlib.ExitStack | None], outputs: Any) -> None:
-        """Look at the outputs of a call; None if it raised."""
-        kind, recorded = call
-        if recorded is not None:
-            self._recorder.stop()
-        tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
-        with recorded or contextlib.nullcontext():
-            if not tensors or kind in self._on_purpose:
-                return
-            with undisturbed():
-                # A sum of finite values is finite in double precision.
-                wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-                flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
-                flag = flag.isfinite().logical_not()
-            if recorded is None and self._unread.serves(flag.device):
-                self._unread.add(flag, functools.partial(self._known, kind), urgent=True)
-                return
-            self._known(kind, bool(flag))
-            if recorded is None or not bool(flag):
-                return
-            step = self._recorder.step
-            step.loss_refs = list(map(step.tape.find, tensors))
-            self._recorded, found = 0, self._explain(step)
-            if found is None:
-                self._on_purpose.add(kind)
-                self._nonfinite, self._model = 0, ""
-            else:
-                self.found.append(found)
-                log.warning("%s", self.sentence)
-
-    def _known(self, kind: type, is_nonfinite: bool) -> None:
-        """Take note of a call whose outputs are known."""
-        if is_nonfinite and kind not in self._on_purpose:
-            self._nonfinite += 1
-            self._model = self._model or kind.__name__
-            if not self.found:
-                self._recorded = _RECORDED
