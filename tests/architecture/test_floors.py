@@ -73,7 +73,7 @@ def exported(module: str) -> set[str] | None:
 
     None where the module is a file of a package.
     """
-    file, names = ROOT.joinpath(*module.split("."), "__init__.py"), set()
+    file = ROOT.joinpath(*module.split("."), "__init__.py")
     if not file.is_file():
         return None
     names: set[str] = set()
