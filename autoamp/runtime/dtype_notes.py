@@ -1,4 +1,4 @@
-"""Notes on torch's errors about dtypes: which tensor has which dtype, and what mends the error.
+"""Notes on torch's errors about dtypes: which tensor has which dtype, where it got it, and what mends the error.
 
 Torch says "mat1 and mat2 must have the same dtype, but got Float and Half", and not which module or list made it so.
 The notes are made of the frames of the exception and of its callers: calls that succeed do nothing for them.
@@ -91,12 +91,23 @@ class _Failure:
 
     def note(self, text: str) -> str:
         """Return what is to be told of an error with this message."""
-        by, facts = "made half by the program" if self.root is None else "cast by initialize()", []
-        for name, one in self.tensors.items():
-            origin = f" ({self.half_state[id(one)]}, {by})" if id(one) in self.half_state else ""
-            facts.append(f"{name} is {one.dtype}{origin}; ")
+        facts = [f"{name} is {one.dtype}{self._origin(one)}; " for name, one in self.tensors.items()]
         rule = f"{self.rule.target} is {self.rule.policy.value} by {located(self.rule.origin)}; " if self.rule else ""
         return "".join((*facts, rule, self._remedy(text)))
+
+    def _origin(self, tensor: Tensor) -> str:
+        """Return where a half tensor got its dtype, in parentheses."""
+        if id(tensor) in self.half_state:
+            by = "made half by the program" if self.root is None else "cast by initialize()"
+            return f" ({self.half_state[id(tensor)]}, {by})"
+        function = tensor.grad_fn if tensor.dtype in HALF_DTYPES else None
+        while function is not None and not function.name().startswith("ToCopy"):
+            op = re.sub(r"Backward\d*$", "", function.name()).lower()
+            rule = self.runtime.settings.table.policy_of(op)
+            if rule is not None and rule.policy is CastPolicy.FP16:
+                return f" (computed by {op}, which is fp16 by {located(rule.origin)})"
+            function = next((one for one, _ in function.next_functions if one is not None), None)
+        return ""
 
     def _remedy(self, text: str) -> str:
         path = next(filter(None, map(self.paths.get, reversed(self.modules))), "")
