@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,31 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.optimizers import FusedAdam, FusedSGD
 
 LISTS = {"extends": [], "fp16": ["linear"]}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a program gets mixed precision.
+
+    Attributes:
+        name: An opt level, ``"auto_scale"``, or ``"FP16_Optimizer"``: without a handle, over models cast by hand.
+        dtype: The half dtype.
+        scale: ``"dynamic"``, which is 32 at first and grows after two steps without an overflow, or a static loss scale
+            other than 1.0. At 1.0 nothing is checked, and inf and nan cannot be compared.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float16
+    scale: Any = "dynamic"
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether optimizers step fp32 copies of half parameters."""
+        return self.name in ("O2", "FP16_Optimizer")
 
 
 class Net(nn.Module):
@@ -173,15 +196,15 @@ class Unclear(Exception):
 class World:
     """Plain torch: the models, their optimizers, and what a runtime of mixed precision has to make of them."""
 
-    def __init__(self, way: str, makers: Sequence[str], early: Sequence[int]) -> None:
+    def __init__(self, way: Way, makers: Sequence[str], early: Sequence[int]) -> None:
         self.way = way
         self.models: list[Any] = [Net() for _ in makers]
         numbers = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for param in (param for model in self.models for param in model.parameters()):
                 param.copy_(torch.randint(8, 24, param.shape, generator=numbers) / 16)
-        if way == "O3" and type(self) is World:
-            self.models = [model.half() for model in self.models]
+        if way.name == "O3" and type(self) is World:
+            self.models = [model.to(way.dtype) for model in self.models]
         self.optimizers = [
             OPTIMIZERS[name](model.first.parameters()) for name, model in zip(makers, self.models, strict=True)
         ]
@@ -193,25 +216,28 @@ class World:
         self.found: list[list[bool]] = [[], []]
         self.was_checked, self.left_scaled = [False, False], [False, False]
         self.delayed = [False, False]
-        # At O2: gradients that the program replaced at masters, and then cleared at half parameters. As in Apex the
-        # masters keep theirs, until a backward pass.
+        # Gradients that the program replaced at masters, and then cleared at half parameters. As in Apex the masters
+        # keep theirs, until a backward pass.
         self.replaced, self.keeps_replaced = [False, False], [False, False]
 
     def params(self, number: int) -> list[Any]:
         return [param for group in self.optimizers[number].param_groups for param in group["params"]]
 
     def loss(self, action: Block) -> Tensor:
-        numbers = torch.Generator().manual_seed(action.seed)
         total = torch.zeros(())
         for number in action.models:
+            numbers = torch.Generator().manual_seed(2 * action.seed + number)
             inputs, targets = torch.randint(-1, 3, (2, 2, 2), generator=numbers).float()
             total = total + (self.models[number](inputs).float() * targets).sum()
         return total * math.inf if action.overflows else total
 
     def block(self, action: Block) -> None:
         every = tuple(range(len(self.models)))
-        auto = self.way == "auto_scale"
+        auto = self.way.name == "auto_scale"
         named = action.models if auto else action.optimizers
+        if self.way.name == "FP16_Optimizer" and (action.how == "late" or action.models != named):
+            # Without a handle it does not see what other passes leave in its gradients.
+            raise Unclear
         if action.how == "late" and not auto:
             raise Refused
         if any(self.left_scaled[number] for number in named if number in action.models):
@@ -262,7 +288,7 @@ class World:
                 raise Refused if "clip" in action.how else Unclear
             if self.keeps_replaced[action.optimizer] or self.delayed[action.optimizer]:
                 raise Unclear
-            self.replaced[action.optimizer] |= action.how in ("replace", "replace by nan") and self.way == "O2"
+            self.replaced[action.optimizer] |= action.how in ("replace", "replace by nan") and self.way.has_masters
             WRITES[action.how](params)
 
     def clear(self, action: Clear) -> None:
@@ -317,7 +343,7 @@ class World:
             # The gradients of earlier blocks were dropped.
             self.found[number].clear()
         skips = self.must_skip(number, bool(action.closure))
-        evaluates = action.closure is not None and (not skips or self.way == "auto_scale")
+        evaluates = action.closure is not None and (not skips or self.way.name == "auto_scale")
         if evaluates:
             # A closure clears what another block has left.
             self.optimizers[number].zero_grad()
@@ -347,7 +373,7 @@ class World:
         """Return the gradients of what a block has unscaled, where none overflowed."""
         if not isinstance(action, Block) or any(map(any, [*self.found, self.delayed])):
             return []
-        some = [number for number in action.models if number in action.optimizers or self.way == "auto_scale"]
+        some = [number for number in action.models if number in action.optimizers or self.way.name == "auto_scale"]
         return [None if p.grad is None else p.grad.nan_to_num(1e9) for number in some for p in self.params(number)]
 
     def stepped_layers(self, number: int) -> list[Any]:
@@ -372,24 +398,44 @@ class World:
 class Mixed(World):
     """The same program under autoamp."""
 
-    def __init__(self, way: str, makers: Sequence[str], early: Sequence[int]) -> None:
+    def __init__(self, way: Way, makers: Sequence[str], early: Sequence[int]) -> None:
         super().__init__(way, makers, early)
-        scaler = autoamp.DynamicLossScaler(32.0, growth_interval=2)
-        given: dict[str, Any] = {"dtype": torch.float16, "device_type": "cpu", "lists": LISTS, "loss_scale": scaler}
-        if way.startswith("O"):
+        self.handle: Any = None
+        is_dynamic, scale = way.scale == "dynamic", way.scale
+        if way.name == "FP16_Optimizer":
+            self.models = [model.to(way.dtype) for model in self.models]
+            arguments = {"init_scale": 32.0, "scale_window": 2}
+            self.optimizers = [FP16_Optimizer(one, scale, is_dynamic, arguments) for one in self.optimizers]
+            return
+        if is_dynamic:
+            scale = autoamp.DynamicLossScaler(32.0, growth_interval=2)
+        given: dict[str, Any] = {"dtype": way.dtype, "device_type": "cpu", "lists": LISTS, "loss_scale": scale}
+        if way.name.startswith("O"):
             self.models, self.optimizers = autoamp.initialize(
-                self.models, self.optimizers, opt_level=way, verbosity=0, **given
+                self.models, self.optimizers, opt_level=way.name, verbosity=0, **given
             )
         else:
             autoamp.init(**given)
-        self.handle: Any = autoamp.current_handle()
-        if way == "auto_scale":
+        self.handle = autoamp.current_handle()
+        if way.name == "auto_scale":
             self.handle.auto_scale()
 
+    def backward(self, action: Block) -> None:
+        """Let each `FP16_Optimizer` run the backward pass of its own model's loss."""
+        for number in action.models:
+            if action.how == "cleared":
+                self.clear(Clear(number, "optimizer"))
+            loss = self.loss(dataclasses.replace(action, models=(number,)))
+            for last in (False, True) if action.how == "twice" else (True,):
+                self.optimizers[number].backward(loss, action.how != "delayed", retain_graph=not last)
+
     def block(self, action: Block) -> None:
-        named, loss = action.models if self.way == "auto_scale" else action.optimizers, self.loss(action)
+        if self.way.name == "FP16_Optimizer":
+            self.backward(action)
+            return
+        named, loss = action.models if self.way.name == "auto_scale" else action.optimizers, self.loss(action)
         block: Any = contextlib.nullcontext(loss)
-        if self.way != "auto_scale":
+        if self.way.name != "auto_scale":
             optimizers = [self.optimizers[number] for number in named]
             block = self.handle.scale_loss(loss, optimizers, delay_unscale=action.how == "delayed")
         with contextlib.suppress(ProgramError), block as scaled:
@@ -405,11 +451,16 @@ class Mixed(World):
         if action.how == "late":
             scaled.backward()
 
+    def fill(self, action: Fill) -> None:
+        super().fill(action)
+        if self.handle is None:
+            self.optimizers[action.optimizer].model_from_masters()
+
     def parts(self) -> list[Any]:
-        return [*super().parts(), self.handle]
+        return [*super().parts(), *([self.handle] if self.handle else [])]
 
     def write(self, action: Write) -> None:
-        # At O2 this lets masters have the gradients that another optimizer's block has left in half parameters.
+        # This lets masters have the gradients that another optimizer's block has left in half parameters.
         at_model = (param for layer in self.stepped_layers(action.optimizer) for param in layer.parameters())
         every = at_model if "model" in action.how else autoamp.master_params(self.optimizers[action.optimizer])
         params = [param for param in every if param.grad is not None]
@@ -432,7 +483,8 @@ class Mixed(World):
         self.after_step(action.optimizer)
 
     def close(self) -> None:
-        self.handle.deactivate()
+        if self.handle is not None:
+            self.handle.deactivate()
 
 
 def _actions(world: World, actions: Sequence[Any]) -> Iterator[Any]:
@@ -449,7 +501,7 @@ def _actions(world: World, actions: Sequence[Any]) -> Iterator[Any]:
         yield "done", world.state(), world.grads(action)
 
 
-def run(way: str, makers: Sequence[str], early: Sequence[int], actions: Sequence[Any]) -> None:
+def run(way: Way, makers: Sequence[str], early: Sequence[int], actions: Sequence[Any]) -> None:
     """Run a program in both worlds. AssertionError: they differ."""
     plain = list(_actions(World(way, makers, early), actions))
     with contextlib.closing(Mixed(way, makers, early)) as world:
@@ -462,7 +514,7 @@ def run(way: str, makers: Sequence[str], early: Sequence[int], actions: Sequence
             for one, other in itertools.chain(*pairs):
                 equal = torch.equal(one, other) if isinstance(one, Tensor) else one == other
                 assert equal, (action, one, other)
-            if way == "O2":
+            if way.has_masters:
                 with torch.no_grad():
                     # A forward pass sees what the optimizer steps.
                     world.loss(Block(0, (0, 1), ()))
@@ -534,11 +586,16 @@ FOUND: list[list[Any]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", ["O1", "O2", "O3", "auto_scale"])
-@given(makers=PAIRS, early=st.sampled_from([(), (0,), (0, 1)]), actions=st.lists(ACTIONS, min_size=3, max_size=14))
+@pytest.mark.parametrize("names", ["O0 O1", "O2", "O3 FP16_Optimizer", "auto_scale"])
+@given(
+    data=st.data(), makers=PAIRS, early=st.sampled_from([(), (0,), (0, 1)]),
+    actions=st.lists(ACTIONS, min_size=3, max_size=14),
+)  # fmt: skip
 def test_a_step_is_right_or_refused(
-    way: str, makers: tuple[str, str], early: Sequence[int], actions: list[Any]
+    names: str, data: Any, makers: tuple[str, str], early: Sequence[int], actions: list[Any]
 ) -> None:
+    dtypes, scales = st.sampled_from([torch.float16, torch.bfloat16]), st.sampled_from(["dynamic", 128.0])
+    way = data.draw(st.builds(Way, st.sampled_from(names.split()), dtypes, scales))
     run(way, makers, early, actions)
 
 
@@ -549,4 +606,4 @@ def test_programs_that_were_wrong_once_are_right_or_refused(
     way: str, makers: tuple[str, str], early: Sequence[int]
 ) -> None:
     for actions in FOUND:
-        run(way, makers, early, actions)
+        run(Way(way), makers, early, actions)
