@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,14 +48,12 @@ class AutoScale(Subscriber):
 
     Args:
         optimizers: Guards the optimizers.
-        patch_anew: Installs the patches of torch again, with those for what this object hears or without.
     """
 
     _scaler: LossScaler
 
-    def __init__(self, optimizers: GuardedOptimizers, patch_anew: Callable[[], None]) -> None:
+    def __init__(self, optimizers: GuardedOptimizers) -> None:
         self._optimizers = optimizers
-        self._patch_anew = patch_anew
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
         self._passes = RunningPasses(lambda: optimizers.casts.switched(False))
@@ -80,7 +78,8 @@ class AutoScale(Subscriber):
         # What an earlier training used says nothing of the next one.
         self._yielded_to = None
         self.active = True
-        self._patch_anew()
+        self._optimizers.program.update()
+        self.started()
         return self
 
     @property
@@ -96,9 +95,8 @@ class AutoScale(Subscriber):
 
     def stop(self) -> None:
         """Scale nothing any more. The optimizers stay guarded, for verdicts that their next step is to read."""
-        if self.active:
-            self.active = False
-            self._patch_anew()
+        self.active = False
+        self._optimizers.program.update()
 
     def __enter__(self) -> AutoScale:
         return self

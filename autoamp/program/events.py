@@ -25,7 +25,7 @@ class Subscriber:
 
     @property
     def is_listening(self) -> bool:
-        """Whether torch is patched for this subscriber: asked when patches are put in place.
+        """Whether torch is patched for this subscriber: asked when patches are put in place, and by `Program.update`.
 
         Other subscribers may need the same patch, so a subscriber that does not listen may still be told.
         """

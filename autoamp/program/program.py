@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from autoamp.patching import PatchSet, imitate, original_of
+from autoamp.patching import PatchSet, imitate, original_of, writing
 from autoamp.program.events import Subscriber
 from autoamp.program.points import LATE_MODULE, Point, StepPatches, points
 
@@ -22,6 +22,9 @@ class Program:
         self.subscribers: Sequence[Subscriber] = ()
         self._hears: dict[str, list[Callable[..., Any]]] = {}
         self._steps: StepPatches | None = None
+        # The points that `patch` found heard, None where torch is not patched; the patches of those that `update` did.
+        self._patched: set[tuple[int, str | None]] | None = None
+        self._later = PatchSet()
 
     def subscribe(self, *subscribers: Subscriber) -> None:
         """Tell these from now on, in this order, and those before no more. Torch is not patched meanwhile."""
@@ -48,28 +51,38 @@ class Program:
         Returns:
             ``id(original) -> (original, replacement)`` of the functions of modules, which programs may hold by name.
         """
-
-        def late(module: types.ModuleType) -> None:
-            for point in points():
-                if getattr(point.owner, "__module__", None) == module.__name__ and self._is_heard(point):
-                    self._hear(point, patches)
-
         replaced: dict[int, tuple[Any, Any]] = {}
+        self._patched = set()
         if around := self._hears.get("around_step"):
             self._steps = StepPatches(around, patches)
         for point in points():
             if self._is_heard(point):
+                self._patched.add((id(point.owner), point.name))
                 replaced |= self._hear(point, patches)
-        patches.when_imported(LATE_MODULE, late)
+        patches.when_imported(LATE_MODULE, lambda _: self.update())
         for owner, name, build in functions:
             replaced |= _replace(owner, name, build, patches)
         return replaced
 
+    def update(self) -> None:
+        """Patch torch for subscribers that began to listen, and restore what only those heard that stopped."""
+        with writing:
+            self._later.restore()
+            if self._patched is not None:
+                with self._later.all_or_nothing():
+                    for point in points():
+                        if (id(point.owner), point.name) not in self._patched and self._is_heard(point):
+                            self._hear(point, self._later)
+
     def restore(self) -> None:
         """Restore what is not in the patches that `patch` was given."""
-        if self._steps is not None:
-            self._steps.restore()
-            self._steps = None
+        # Another thread may be within `update`.
+        with writing:
+            self._patched = None
+            if self._steps is not None:
+                self._steps.restore()
+                self._steps = None
+            self._later.restore()
 
     def _is_heard(self, point: Point) -> bool:
         if point.owner is None or point.name is None:

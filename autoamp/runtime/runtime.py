@@ -62,8 +62,8 @@ class Runtime:
         )
         self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
         self.followers = Followers()
+        self.auto_scaling = AutoScale(self.optimizers)
         self.patched = PatchedTorch(self.optimizers)
-        self.auto_scaling = AutoScale(self.optimizers, self.patched.patch_anew)
         self._apply(settings)
         self.call_counts: Counts | None = None
         self.half_losses: HalfLosses | None = None
@@ -148,12 +148,11 @@ class Runtime:
         return foreign
 
     def _end_diagnostics(self) -> tuple[str, ...]:
-        """Restore torch; end what looks on, and auto scaling."""
-        # First, so that nothing patches torch anew as it ends.
-        foreign = self.suspend()
+        """End what looks on, and auto scaling; restore torch."""
         self.auto_scaling.stop()
         if self.recording is not None:
             self.recording.stop()
+        foreign = self.suspend()
         self.observation.end()
         return foreign
 

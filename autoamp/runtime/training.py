@@ -291,8 +291,7 @@ class TrainingHandle:
         """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.
 
         It is for code without loss scaling: wherever that code can read gradients, they are unscaled. It applies to
-        every `torch.optim.Optimizer` of the process, existing or new. Starting and stopping it installs the
-        replacements again, which takes tens of milliseconds.
+        every `torch.optim.Optimizer` of the process, existing or new.
 
         Returns:
             An object whose ``stop()`` ends it; also a context manager. `deactivate` ends it too. A disabled handle

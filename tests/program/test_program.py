@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,14 +91,21 @@ def test_subscribers_share_one_patch_the_first_is_outermost_and_told_first(patch
     assert torch.autograd.backward is original
 
 
-def test_torch_is_not_patched_for_a_subscriber_that_does_not_listen(patches: PatchSet) -> None:
+def test_a_subscriber_may_begin_to_listen(patches: PatchSet) -> None:
     original, late = Tensor.retain_grad, Retained("late")
-    patched(patches, late)
+    program = patched(patches, late)
     assert Tensor.retain_grad is original
     late.is_listening = True  # type: ignore[misc]
-    patched(patches, late)
+    program.update()
     torch.ones(1, requires_grad=True).retain_grad()
     assert HEARD == ["late"]
+    late.is_listening = False  # type: ignore[misc]
+    program.update()
+    assert Tensor.retain_grad is original
+    late.is_listening = True  # type: ignore[misc]
+    program.update()
+    program.restore()
+    assert Tensor.retain_grad is original
 
 
 def test_steps_of_all_classes_are_heard_also_those_bound_before(patches: PatchSet) -> None:
@@ -143,3 +151,30 @@ def test_global_hooks_end_with_the_stack() -> None:
     optimizer.step()
     assert heard == ["called", "returned", "module", "load"]
     assert torch.optim.Optimizer.load_state_dict is original
+
+
+class Slow(Retained):
+    """Asked whether it listens, it lets another thread restore torch."""
+
+    @property
+    def is_listening(self) -> bool:  # type: ignore[override]
+        if self.begins:
+            self.begins = False
+            self.thread.start()
+            self.thread.join(0.2)
+        return True
+
+    def __init__(self) -> None:
+        super().__init__("slow")
+        self.begins = False
+        self.thread: Any = None
+
+
+def test_nothing_stays_patched_where_another_thread_restores_torch_meanwhile(patches: PatchSet) -> None:
+    original, slow = Tensor.retain_grad, Slow()
+    program = patched(PatchSet())
+    program.subscribe(slow)
+    slow.thread, slow.begins = threading.Thread(target=program.restore), True
+    program.update()
+    slow.thread.join()
+    assert Tensor.retain_grad is original
