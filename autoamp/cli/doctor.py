@@ -98,19 +98,15 @@ def _device(kind: str) -> list[str]:
 
 def _measured(kind: str) -> list[str]:
     """Return how many times as fast as in fp32 a matmul is in each half dtype: its median over half a second."""
-    size = 512 if kind == "cpu" else 4096
-    seconds = {}
+    size, found = 512 if kind == "cpu" else 4096, {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         matrix = torch.randn(size, size, device=kind).to(dtype)
         with disable_casts():
-            found = Timer("matrix @ matrix", globals={"matrix": matrix}).blocked_autorange(min_run_time=0.5)
-        seconds[dtype] = found.median, " (noisy: run it again when nothing else runs)" if found.has_warnings else ""
-    full, noise = seconds.pop(torch.float32)
-    return [
-        f"{dtype_name(dtype)}: a matmul of {size} x {size} has {full / half:.2g} times the speed of fp32"
-        f"{noisy or noise}"
-        for dtype, (half, noisy) in seconds.items()
-    ]
+            found[dtype] = Timer("matrix @ matrix", globals={"matrix": matrix}).blocked_autorange(min_run_time=0.5)
+    noise = " (noisy: run it again when nothing else runs)" if any(one.has_warnings for one in found.values()) else ""
+    speed = f"a matmul of {size} x {size} has {{:.2g}} times the speed of fp32{noise}"
+    full = found.pop(torch.float32).median
+    return [f"{dtype_name(dtype)}: {speed.format(full / half.median)}" for dtype, half in found.items()]
 
 
 def _lists(kind: str) -> list[str]:

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from autoamp.parallel import multiproc
-from autoamp.parallel.distributed import (
-    DistributedDataParallel,
-    Reducer,
-    apply_flat_dist_call,
-    flat_dist_call,
-    split_by_type,
-)
-from autoamp.parallel.larc import LARC
-from autoamp.parallel.sync_batchnorm import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
-
-__all__ = [
-    "LARC",
-    "DistributedDataParallel",
-    "Reducer",
-    "SyncBatchNorm",
-    "apply_flat_dist_call",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-    "flat_dist_call",
-    "multiproc",
-    "split_by_type",
-]
+from autoamp.parallel import multiproc as multiproc
+from autoamp.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+from autoamp.parallel.distributed import Reducer as Reducer
+from autoamp.parallel.distributed import apply_flat_dist_call as apply_flat_dist_call
+from autoamp.parallel.distributed import flat_dist_call as flat_dist_call
+from autoamp.parallel.distributed import split_by_type as split_by_type
+from autoamp.parallel.larc import LARC as LARC
+from autoamp.parallel.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+from autoamp.parallel.sync_batchnorm import convert_syncbn_model as convert_syncbn_model
+from autoamp.parallel.sync_batchnorm import create_syncbn_process_group as create_syncbn_process_group

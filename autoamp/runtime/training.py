@@ -238,9 +238,9 @@ class TrainingHandle:
             norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
 
         Returns:
-            The norm before clipping, a tensor without dimensions. If finite gradients have a norm that fp32 does not
-            hold, it is inf, and they are 0, as with `torch.nn.utils.clip_grad_norm_`. The step is skipped if gradients
-            hold inf or nan.
+            The norm before clipping, a tensor without dimensions. If it is inf, finite gradients become 0, as with
+            `torch.nn.utils.clip_grad_norm_`, also where the inf is in the gradients of another optimizer. An optimizer
+            whose own gradients hold inf or nan is skipped.
 
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
