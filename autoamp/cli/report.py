@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,16 @@ class Report(SimpleNamespace):
         """Whether this process computed nothing that was counted or in `own_dtypes`, and stepped no optimizer."""
         return not (self.ops or self.own_dtypes or self.steps)
 
+    @property
+    def only_waited(self) -> bool:
+        """Whether it is idle and has started processes, each of which tells what it did itself."""
+        # Python imports one of these modules when it starts the first process.
+        return self.is_idle and any(name.startswith("multiprocessing.popen_") for name in sys.modules)
+
     def summary(self) -> list[str]:
         """Return a line, one for each rule that had no effect, and one for what half precision lost."""
         # A process that only waits for others calls no module that an entry could name.
-        unmatched = () if self.casts_left_to is not None or self.is_idle else self.unmatched.values()
+        unmatched = () if self.casts_left_to is not None or self.only_waited else self.unmatched.values()
         lines = ["; ".join(self._parts()), *(f"no effect: {why}" for why in unmatched), *self.repeated]
         updates = f"updates lost in {self.lost_params} of {self.half_params} parameters"
         kinds = dict.fromkeys(loss["kind"] for loss in self.half_losses)
@@ -82,7 +89,7 @@ class Report(SimpleNamespace):
             yield f"{self.skipped} of {self.steps} steps skipped"
         elif self.scaling_left_to is not None:
             yield f"{self.steps} steps"
-        elif not (self.nonfinite or self.is_idle):
+        elif not (self.nonfinite or self.only_waited):
             yield "losses are not scaled, as no optimizer was seen"
         if self.nonfinite:
             yield f"inf or nan in {self.nonfinite} of {self.steps} steps"

@@ -181,6 +181,7 @@ class ProgramRuns:
         self._chosen = chosen
         self._folder = folder
         self._deadline = time.monotonic() + budget
+        self._longest = 0.0
 
     def survey(self, seconds: float, *, timing: float) -> tuning.Survey:
         """Run the first steps in fp32, and return what they call.
@@ -214,8 +215,12 @@ class ProgramRuns:
         """
         entries = "entry" if candidate and len(candidate) == 1 else "entries"
         name = "in fp32" if candidate is None else f"with {len(candidate)} {entries}" if candidate else "as it is"
+        start = time.monotonic()
+        if start + self._longest > self._deadline:
+            raise tuning.Stopped("the budget was spent")
         say(f"a run {name}, seed {seed}")
         found, failed, output = self._child("fp32" if candidate is None else "lists", seed, candidate or ())
+        self._longest = max(self._longest, time.monotonic() - start)
         metric = tuning.metric_of(self._chosen.metric, self._folder / f"{self.made}.metrics", output)
         if metric is None:
             metric = found.get("variable")

@@ -33,6 +33,8 @@ APEX_VERSION = "0.1"
 
 _HERE = Path(__file__).parent
 _TOP_LEVEL = ("apex", "amp_C", "apex_C")
+# Imported by their own names alone, as in Apex. Of the last one ``python -m`` would warn that it was imported already.
+_LATER = ("apex.contrib", "apex.fused_dense", "apex.mlp", "apex.parallel.multiproc")
 _REMEDY = "autoamp: a module of the installed apex cannot be imported here. Build apex for this torch"
 _HIDE = f"{_REMEDY}, or hide it: autoamp run --shadow-apex, or install_as_apex(shadow=True)"
 
@@ -108,7 +110,10 @@ class _ApexFinder(importlib.abc.MetaPathFinder):
             folders = [*(path or ()), *(os.path.join(folder, *below[:-1]) for folder in self._real)]
             found = _our_spec(fullname) or importlib.machinery.PathFinder.find_spec(fullname, folders)
         else:
-            found = _real_spec(fullname, path) or (_our_spec(fullname) if below and self.options is not None else None)
+            ours = _our_spec(fullname) if below and self.options is not None else None
+            # Below a package of ours there is nothing of the installed one.
+            is_below_ours = _is_ours(sys.modules.get(fullname.rpartition(".")[0]))
+            found = ours if is_below_ours else _real_spec(fullname, path) or ours
         if found is not None and found.loader is not None and self._real and not isinstance(found.loader, _OurLoader):
             found.loader = _RealLoader(found.loader)
         if found is None and below and self.options is not None and _is_import(sys._getframe(1)):
@@ -175,9 +180,9 @@ class _OurLoader(importlib.machinery.SourceFileLoader):
         """
         module.__getattr__ = missing_names(module.__name__)  # type: ignore[method-assign]
         for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
-            # ``python -m`` warns of a module that is imported already.
-            if found.name != "multiproc":
-                importlib.import_module(f"{module.__name__}.{found.name}")
+            name = f"{module.__name__}.{found.name}"
+            if name not in _LATER and module.__name__ not in _LATER:
+                setattr(module, found.name, importlib.import_module(name))
         super().exec_module(module)
 
 

@@ -408,8 +408,8 @@ class StepRecorder(Subscriber):
             self.stop(why)
             return
         with undisturbed():
-            # The graph of an input is not kept alive.
-            given = map_tensors((args, kwargs), lambda one: one.detach().requires_grad_() if one.grad_fn else one)
+            # The graph of an input is not kept alive. The program may change what holds it, or ask for its gradient.
+            given = map_tensors((args, kwargs), lambda one: one.detach().requires_grad_(one.requires_grad))
         step.models.append((module, *given))
 
     def end(self, record: Any, outputs: Any) -> None:

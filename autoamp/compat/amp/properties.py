@@ -22,8 +22,9 @@ def as_flag(name: str, value: Any) -> bool | None:
     Raises:
         UsageError: It is neither a bool nor the name of one.
     """
-    if str(value).lower() in _FLAGS:
-        return _FLAGS[str(value).lower()]
+    text = str(bool(value) if isinstance(value, (int, float)) and value in (0, 1) else value).lower()
+    if text in _FLAGS:
+        return _FLAGS[text]
     raise UsageError(f"{name}={value!r} is not a bool; choose True, False or None")
 
 

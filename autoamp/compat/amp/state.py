@@ -6,6 +6,7 @@ All are views on the active handle. Of their own they have only what Apex had an
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -46,10 +47,13 @@ class ScalerView:
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler
+
+    @functools.cached_property
+    def _overflow_buf(self) -> Tensor:
         handle = current_handle()
-        device = "cpu" if handle is None else handle.settings.device_type
-        # A program may put another tensor in its place.
-        self._overflow_buf = torch.zeros(1, dtype=torch.int, device=device)
+        # A program may put another tensor in its place. It writes to this one after an evaluation too.
+        with torch.inference_mode(False):
+            return torch.zeros(1, dtype=torch.int, device="cpu" if handle is None else handle.settings.device_type)
 
     def loss_scale(self) -> float:
         """Return the scale for the next loss."""

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,16 +35,21 @@ def watch() -> None:
 
 
 def _follow_training(patches: PatchSet, module: Any) -> None:
-    replace(patches, module, "fit", functools.partial(_around_fit, module.OptimWrapper))
+    _replace_everywhere(patches, module, "fit", functools.partial(_around_fit, module.OptimWrapper))
     replace(patches, module.OptimWrapper, "step", _around_step)
 
 
 def _follow_to_fp16(patches: PatchSet, module: Any) -> None:
-    replace(patches, module, "to_fp16", functools.partial(_around_to_fp16, module))
+    _replace_everywhere(patches, module, "to_fp16", functools.partial(_around_to_fp16, module))
     patches.replace(module.Learner, "to_fp16", module.to_fp16)
-    # Other modules have taken the function, as by `from fastai.train import *`.
-    taken = original_of(module.to_fp16)
-    patches.rebind({id(taken): (taken, module.to_fp16)}, lambda other: other == module.__name__)
+
+
+def _replace_everywhere(patches: PatchSet, module: Any, name: str, around: Callable[[Any], Any]) -> None:
+    """Patch a function of a module, also where others have taken it, as by `from fastai.train import *`."""
+    replace(patches, module, name, around)
+    new = vars(module)[name]
+    taken = original_of(new)
+    patches.rebind({id(taken): (taken, new)}, lambda other: other == module.__name__)
 
 
 # In place while a handle is active.
