@@ -182,8 +182,8 @@ def _add_searches(commands: Any) -> None:
     for search, budget in ((tune, "10m"), (bisect, "1h")):
         search.add_argument(
             "--metric", required=True, metavar="NAME",
-            help="printed as 'NAME: 0.12' or 'NAME=0.12', given to autoamp.report_metric(NAME, value), or a variable "
-            "of the script; the last value counts",
+            help="printed as 'NAME: 0.12' or 'NAME=0.12', or given to autoamp.report_metric(NAME, value); the last "
+            "value counts",
         )  # fmt: skip
         search.add_argument("--tolerance", type=float, default=0.02, metavar="PART",
                             help="how much worse than in fp32 the metric may be, relative; default 0.02")  # fmt: skip

@@ -222,8 +222,6 @@ class ProgramRuns:
         found, failed, output = self._child("fp32" if candidate is None else "lists", seed, candidate or ())
         self._longest = max(self._longest, time.monotonic() - start)
         metric = tuning.metric_of(self._chosen.metric, self._folder / f"{self.made}.metrics", output)
-        if metric is None:
-            metric = found.get("variable")
         outcome = tuning.Outcome((math.nan if metric is None else metric,), found.get("seconds"), failed)
         name = self._chosen.metric
         if candidate is not None:
@@ -309,8 +307,6 @@ def run_in_child(text: str) -> None:
     finally:
         # Forks of the program end here too.
         if os.getpid() == process:
-            value = vars(sys.modules["__main__"]).get(spec.metric)
-            outcome["variable"] = None if value is None else tuning.number_in(value)
             Path(spec.outcome).write_bytes(pickle.dumps(outcome))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from autoamp.tuning.metrics import METRICS_VARIABLE as METRICS_VARIABLE
 from autoamp.tuning.metrics import metric_of as metric_of
-from autoamp.tuning.metrics import number_in as number_in
 from autoamp.tuning.metrics import printed_names as printed_names
 from autoamp.tuning.metrics import report_metric as report_metric
 from autoamp.tuning.model import Proposal as Proposal

@@ -1,11 +1,10 @@
-"""How a program reports its metric: by `report_metric`, by a printed line, or by a variable of ``__main__``."""
+"""How a program reports its metric: by `report_metric`, or by a printed line."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,11 @@ def report_metric(name: str, value: Any) -> None:
     Raises:
         UsageError: The value is no number.
     """
-    number = number_in(value)
-    if number is None:
-        raise UsageError(f"report_metric({name!r}, ...) got {value!r}; give a number, or a tensor of one element")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        hint = "give a number, or a tensor of one element"
+        raise UsageError(f"report_metric({name!r}, ...) got {value!r}; {hint}") from None
     path = os.environ.get(METRICS_VARIABLE)
     if path:
         with open(path, "a", encoding="utf-8") as file:
@@ -55,13 +56,3 @@ def metric_of(name: str, path: Path, text: str) -> float | None:
 def printed_names(text: str) -> list[str]:
     """Return the names in a program's output that a number follows, as for `metric_of`, each once."""
     return list(dict.fromkeys(re.findall(rf"([^\W\d]\w*)[\"']?\s*[:=]\s*{_NUMBER}(?!\w)", text, re.IGNORECASE)))
-
-
-def number_in(value: Any) -> float | None:
-    """Return a number, or that in a tensor or array of one element; None for all else."""
-    if isinstance(value, (str, bytes, Mapping)):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return None

@@ -72,7 +72,7 @@ def test_a_run_has_its_lists_its_seed_and_its_metric(runs_of: Callable[..., Prog
 
 
 def test_a_run_that_fails_says_why(runs_of: Callable[..., ProgramRuns]) -> None:
-    found = runs_of("loss = 0.25\nraise ValueError('no data')\n").run((), 0)
+    found = runs_of("print('loss: 0.25')\nraise ValueError('no data')\n").run((), 0)
     assert (found.metric, found.failed) == (0.25, "exit code 1: ValueError: no data")
 
 
@@ -88,7 +88,7 @@ def test_a_run_ends_when_the_budget_is_spent(runs_of: Callable[..., ProgramRuns]
     ("text", "message"),
     [
         ("print('loss: 0.5 train_acc=0.25, at 3:30')", "no metric 'accuracy' in fp32; .*; it prints loss, train_acc"),
-        ("accuracy = float('nan')", "is nan or inf in fp32"),
+        ("print('accuracy: nan')", "is nan or inf in fp32"),
         ("raise ValueError('no data')", "the program fails in fp32: exit code 1: ValueError: no data"),
     ],
 )
