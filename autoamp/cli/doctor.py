@@ -43,7 +43,11 @@ def doctor(chosen: argparse.Namespace) -> int:
     if not chosen.quick:
         sections["Measured"] = _measured(kind)
     try:
-        sections |= {"Lists": _lists(kind), "Names bound before init": _bound_names()}
+        sections["Lists"] = _lists(kind)
+        with Region(True, Settings.from_arguments()) as handle:
+            names = sorted(name for name in handle.late_bound if not name.startswith("torch."))
+        told = f"{len(names)} are rebound by init" + (":" if names else "")
+        sections["Names bound before init"] = [told, *(f"  {name}" for name in names)]
     except ListFileError as error:
         sections["Lists"], code = ["cannot be used, here and by autoamp.init():", str(error)], 1
     if chosen.consistency is not None and code == 0:
@@ -122,13 +126,6 @@ def _lists(kind: str) -> list[str]:
         ("lacking here", *filter(None, lacking)), ("not imported", *filter(None, waiting)),
         ("[modules]", *(f"{rule.pattern}: {rule.precision.value} ({rule.origin})" for rule in table.modules)),
     )  # fmt: skip
-
-
-def _bound_names() -> list[str]:
-    """Return the names that imported modules hold of functions that `autoamp.init` patches, but torch's own."""
-    with Region(True, Settings.from_arguments()) as handle:
-        names = sorted(name for name in handle.late_bound if not name.startswith("torch."))
-    return [f"{len(names)} are rebound by init" + (":" if names else ""), *(f"  {name}" for name in names)]
 
 
 def _consistency(name: str, device_type: str) -> Consistency:

@@ -15,9 +15,6 @@ from autoamp.ops import AutocastDifference, autocast_differences, expand
 from autoamp.rules import CastPolicy, CastRule, CastTable, package_tables
 from autoamp.runtime import Settings, device_type_of
 
-# The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
-_NO_OPS = "computes nothing"
-
 
 def lists(chosen: argparse.Namespace) -> int:
     """Print the rules of this project, or those for some ops. Returns the exit code."""
@@ -44,13 +41,12 @@ def _check(table: CastTable, device_type: str) -> int:
         return int(bool(differences))
     # Of an op that autocast does not list it may cast what the op calls.
     found = [one for one in compared if one.in_torch is not CastPolicy.NONE]
-    narrower = [one for one in found if one.is_narrower]
-    wider = [one for one in found if not one.is_narrower]
     sources = ", ".join(table.sources) or "no list"
-    for what, ops in (
-        ("wider here: results are nearer to fp32 than with torch.amp, and take more memory and time", wider),
-        ("narrower here: results take less memory and time than with torch.amp, and are rounded", narrower),
+    for is_narrower, what in (
+        (False, "wider here: results are nearer to fp32 than with torch.amp, and take more memory and time"),
+        (True, "narrower here: results take less memory and time than with torch.amp, and are rounded"),
     ):
+        ops = [one for one in found if one.is_narrower is is_narrower]
         sys.stdout.write(f"\n{sources}, beside torch.autocast for {device_type}; {what}:\n")
         sys.stdout.write("".join(f"  {line}\n" for line in _by_reason(ops)) or "  none\n")
     return int(bool(differences))
@@ -79,7 +75,8 @@ def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
 
 def _is_no_op(rule: CastRule) -> bool:
     """Whether a rule is for a name of torch that is no op. Such rules let `--check` find new names."""
-    return rule.origin.shipped and rule.reason.startswith(_NO_OPS)
+    # The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
+    return rule.origin.shipped and rule.reason.startswith("computes nothing")
 
 
 def _checked(name: str, table: CastTable) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from autoamp.optimizers.adagrad import FusedAdagrad
-from autoamp.optimizers.adam import FusedAdam
-from autoamp.optimizers.lamb import FusedLAMB
-from autoamp.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb
-from autoamp.optimizers.novograd import FusedNovoGrad
-from autoamp.optimizers.sgd import FusedSGD
-
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "FusedSGD"]
+from autoamp.optimizers.adagrad import FusedAdagrad as FusedAdagrad
+from autoamp.optimizers.adam import FusedAdam as FusedAdam
+from autoamp.optimizers.lamb import FusedLAMB as FusedLAMB
+from autoamp.optimizers.mixed_precision_lamb import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
+from autoamp.optimizers.novograd import FusedNovoGrad as FusedNovoGrad
+from autoamp.optimizers.sgd import FusedSGD as FusedSGD

@@ -33,7 +33,6 @@ from autoamp.torch_private import (
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a function that calls another."""
 
-_KNOWN = "torch.", __name__.partition(".")[0] + "."
 
 _ORIGINAL = "autoamp original "
 """What stands before the name of a method where traced code asks for torch's own."""
@@ -212,7 +211,7 @@ def _build_node(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
     def run(tracer: Any, node: Any, *args: Any) -> Any:
         target = node.target
         # A function that the program allows in graphs casts within, as it does in eager mode: einops has some.
-        if isinstance(target, types.FunctionType) and not target.__module__.startswith(_KNOWN):
+        if isinstance(target, types.FunctionType) and not target.__module__.startswith(("torch.", "autoamp.")):
             node.target = casts_as_traced(target)
         return run_off(tracer, node, *args)
 

@@ -14,7 +14,6 @@ from autoamp.tape.rerun import typed
 from autoamp.tensors import HALF_DTYPES, PLAIN_TYPES
 from autoamp.torch_private import OpOverload, undisturbed
 
-_PHASES = ("forward", "backward", "recomputation")
 # Of torch and torchvision. An operator of a program could do anything, and one of these reads and writes files.
 _NAMESPACES = ("aten", "mkldnn", "torchvision")
 _CONSTANTS = PLAIN_TYPES | {torch.layout}
@@ -137,7 +136,7 @@ def _event(value: Any) -> Load | Seed | Op:
             storage = shown.contiguous().untyped_storage()
             return Load(memory, shown.dtype, storage, storage, is_made=is_made, start=start)
         case ["op", str(name), list(args), dict(kwargs), outputs, Place() as place, bool(), str(phase), bool(), bool()]:
-            if phase not in _PHASES:
+            if phase not in ("forward", "backward", "recomputation"):
                 raise ValueError(phase)
             namespace, _, rest = name.partition("::")
             base, _, overload = rest.partition(".")

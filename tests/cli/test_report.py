@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from typing import Any
 
 import pytest
@@ -64,3 +66,24 @@ BY_PROGRAM = {
 )
 def test_summary_says_what_was_cast_and_scaled(changes: dict[str, Any], summary: str) -> None:
     assert Report(**{**REPORT, **changes}).summary() == [f"{summary}12.3 s"]
+
+
+@pytest.mark.parametrize("has_children", [False, True])
+def test_rules_without_effect_are_told_but_by_a_process_that_only_waits(
+    monkeypatch: pytest.MonkeyPatch, has_children: bool
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("multiprocessing.popen_")]:
+        monkeypatch.delitem(sys.modules, name)
+    if has_children:
+        # As Python imports it at the start of the first process.
+        monkeypatch.setitem(sys.modules, "multiprocessing.popen_fork", multiprocessing)
+    idle = {
+        "ops": {},
+        "casts": {},
+        "steps": 0,
+        "loss_scale": None,
+        "unmatched": {"encoder.*": "'encoder.*' matches none"},
+    }
+    lines = Report(**{**REPORT, **idle}).summary()
+    assert ("no effect: 'encoder.*' matches none" in lines) is not has_children
+    assert ("no optimizer was seen" in lines[0]) is not has_children

@@ -149,6 +149,14 @@ def test_none_in_sys_modules_is_respected(monkeypatch: pytest.MonkeyPatch) -> No
     assert sys.modules["apex"] is None
 
 
+@pytest.mark.parametrize("name", ["apex.mlp", "apex.contrib", "apex.fused_dense"])
+def test_a_module_that_is_forbidden_forbids_no_other(apex: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    uninstall()
+    monkeypatch.setitem(sys.modules, name, None)
+    install_as_apex()
+    assert importlib.import_module("apex.amp").initialize
+
+
 def test_a_mere_directory_is_no_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "apex").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -133,6 +133,7 @@ def test_initialize_returns_what_it_was_given_in_its_shape(apex: Any) -> None:
     [
         {"loss_scale": "1.0"}, {"loss_scale": "dynamic"}, {"loss_scale": 128}, {"loss_scale": "None"},
         {"keep_batchnorm_fp32": "True"}, {"keep_batchnorm_fp32": "False"}, {"keep_batchnorm_fp32": ""},
+        {"keep_batchnorm_fp32": 1.0}, {"patch_torch_functions": 0},
         {"master_weights": "False"}, {"enabled": "True"}, {"verbosity": False}, {"verbosity": "0"},
         {"min_loss_scale": "1.0", "max_loss_scale": "65536"}, {"num_losses": "2"}, {"cast_model_type": False},
         {"cast_model_type": "torch.float16"}, {"patch_torch_functions": "False"},
@@ -149,6 +150,17 @@ def test_strings_and_numbers_of_command_lines(apex: Any, given: dict[str, Any]) 
     assert apex.amp.state_dict()["loss_scaler0"]["loss_scale"] == scales.get(given.get("loss_scale"), 2.0**16)
     assert len(apex.amp._amp_state.loss_scalers) == (2 if "num_losses" in given else 1)
     step(apex.amp, model, optimizer)
+
+
+def test_a_scale_that_is_read_in_an_evaluation_says_nothing_of_later_overflows(apex: Any) -> None:
+    apex.amp.initialize(net(), opt_level="O1")
+    (scaler,) = apex.amp._amp_state.loss_scalers
+    with torch.inference_mode():
+        assert scaler.loss_scale() == 2.0**16
+        assert not scaler._overflow_buf
+    scaler._overflow_buf.fill_(1)
+    scaler.clear_overflow_state()
+    assert not scaler._overflow_buf
 
 
 @pytest.mark.parametrize(

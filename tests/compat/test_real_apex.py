@@ -35,6 +35,7 @@ import apex.contrib.clip_grad, apex.contrib.xentropy, apex.parallel
 
 assert FusedAdam.is_real and apex.normalization.FusedLayerNorm.is_real
 assert apex.parallel.is_real and apex.contrib.clip_grad.is_real
+assert apex.amp.lists.functional_overrides.FP16_FUNCS is not None and apex.pyprof.nvtx.nvmarker
 assert apex.amp is amp and hasattr(apex.contrib.xentropy, "SoftmaxCrossEntropyLoss")
 model = torch.nn.Linear(8, 4)
 model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=0.1), opt_level="O2", loss_scale=128.0)

@@ -288,6 +288,23 @@ def test_inf_and_nan_in_the_data_are_told_with_tensor_and_row(
     assert (found.value, found.op) == (value.removeprefix("-"), None)
 
 
+@pytest.mark.parametrize("take", [list.pop, lambda batch: batch[0].requires_grad_()], ids=["pop", "requires_grad_"])
+def test_data_that_a_model_takes_out_of_its_batch_is_told_as_data(take: Any) -> None:
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, batch: Any) -> Tensor:
+            return self.net(take(batch))
+
+    x = torch.randn(5, 4)
+    x[2, 0] = torch.inf
+    found = train(Taking(), data=lambda _, step: [x.clone()]).last_overflow
+    assert isinstance(found.verdict, NotFiniteInFp32)
+    assert (found.verdict.cause, found.verdict.batch_index) == ("data", 2)
+
+
 def test_a_weight_that_holds_nan_is_named() -> None:
     net = Net()
     with torch.no_grad():

@@ -66,13 +66,12 @@ def _around_fit(wrapper: Any, original: Any) -> Any:
         # An OptimWrapper answers every name, so what it wraps is asked for by its type.
         if runtime is not None and _is_guardable(learn.opt.opt if isinstance(learn.opt, wrapper) else learn.opt):
             _refuse_own_scaling(callbacks)
-            has_masters = runtime.optimizers.has_masters
-            if has_masters and runtime.optimizers.loss_scalers.choose(0).checks:
+            if runtime.optimizers.has_masters and runtime.optimizers.loss_scalers.choose(0).checks:
                 raise UsageError(
                     "fit() of fastai scales no losses of a model with master weights, whose gradients in fp16 would "
                     "become 0; train it at opt_level='O1', as after autoamp.init(), or in bf16"
                 )
-            if not (has_masters or runtime.auto_scaling.active):
+            if not (runtime.optimizers.has_masters or runtime.auto_scaling.active):
                 runtime.auto_scaling.start()
         original(epochs, learn, callbacks, metrics)
 

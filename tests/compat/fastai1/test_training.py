@@ -325,6 +325,14 @@ def test_a_loss_batch_that_was_edited_by_hand_scales_once(package: Path, loss_sc
     assert training.gradients[0] == pytest.approx(expected * again.loss_scale, rel=0.01)
 
 
+def test_a_fit_that_another_module_has_taken_scales_too(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = types.ModuleType("program")
+    vars(program)["fit"] = own = load().fit
+    monkeypatch.setitem(sys.modules, "program", program)
+    active()
+    assert own is not vars(program)["fit"] is load().fit
+
+
 def test_the_loss_that_a_callback_returns_is_scaled(package: Path) -> None:
     active(loss_scale=128.0)
     training = Training()
