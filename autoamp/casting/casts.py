@@ -210,7 +210,7 @@ class CastState:
     def when_off(
         self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
     ) -> Callable[..., Any]:
-        """Return what a replacement calls where ``local.switches.on`` is false: here the original."""
+        """Return what a replacement calls where ``local.mode.on`` is false: here the original."""
         return original
 
     def begin_call(self, module: Module) -> bool:

@@ -53,7 +53,7 @@ class TracedMode:
     context, and with it no switches that are set.
 
     Attributes:
-        switches: This object, as `ThreadState.mode` is what other code reads.
+        mode: This object, as `ThreadState.mode` is what other code reads.
     """
 
     def __init__(self, local: ThreadState) -> None:
@@ -104,7 +104,7 @@ class ThreadState(threading.local):
     """What differs by thread, of one handle.
 
     Attributes:
-        switches: Whether this thread casts.
+        mode: The switches of this thread.
         traced: The switches of code that Dynamo traces, whichever thread it traces in.
         param_casts: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was
             used once, whose cast is kept from the second use on. The whole is None outside of module calls.

@@ -144,7 +144,7 @@ def initialize(
     if casts and falls_back_to_fp32(half, settings.device_type):
         level = replace(LEVELS["O0"], loss_scale=level.loss_scale)
     table = settings.table if level.patch_torch_functions else _without_functions(settings.table, level)
-    expand(table)
+    expand(table)  # refuses unknown names
     settings = replace(
         settings, table=table, opt_level=level.name, casts_models=level.casts_models, verbose=verbosity > 1
     )

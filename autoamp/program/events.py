@@ -70,7 +70,7 @@ class Subscriber:
         """The backward pass of a loss that is multiplied by a scale is about to run.
 
         Args:
-            loss: The loss before it is multiplied, a scalar.
+            loss: The loss before it is multiplied, usually a scalar.
             scale: The scale, which may be known to the device alone.
         """
 

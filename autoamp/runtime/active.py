@@ -16,7 +16,7 @@ from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 
 activated: list[Callable[[Handle], object]] = []
-"""Called with a handle whose patches were put in place: by `init`, `initialize` or at the beginning of a region."""
+"""Called with a handle whose patches were put in place: by `init`, `initialize` or a region that begins or ends."""
 
 
 class ActiveHandles:

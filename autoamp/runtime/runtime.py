@@ -121,7 +121,7 @@ class Runtime:
         )
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
-        """Put the patches in place. If one fails torch is left as it was. Called by ``init`` and ``region``."""
+        """Put the patches in place. If one fails torch is left as it was. `ActiveHandles` calls this."""
         self.patched.patch(self.settings, self.observation, registered)
         self.ended = False
 

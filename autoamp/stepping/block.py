@@ -1,4 +1,4 @@
-"""The gradients of an optimizer, and the `scale_loss` block: gradients scaled on entry, unscaled and checked on exit.
+"""The `scale_loss` block: gradients are scaled on entry, unscaled and checked on exit.
 
 `scaled_block` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
 optimizers as an `OverflowCheck`.

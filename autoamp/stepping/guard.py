@@ -215,7 +215,7 @@ class StepGuard:
             self.stepping = before
 
     def skip(self, blamed: OverflowCheck | None) -> Any:
-        """Count a skipped step; None for one that the owner wanted, and has counted.
+        """Count a skipped step; None for one that a subscriber has refused (``on_nonfinite``), and counted.
 
         Raises:
             NonFiniteGradientsError: There were too many in a row.

@@ -154,7 +154,7 @@ def refresh_masters(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = 
 
     Args:
         pairs: Half parameters, with their links.
-        first_step: Whether this is the first step, after which the master weights are authoritative.
+        first_step: Whether a step begins, so that the master weights are authoritative after it, if they were not yet.
         local: Whether the masters of other processes may differ.
     """
     pairs = list(pairs)

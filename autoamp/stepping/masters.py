@@ -1,10 +1,10 @@
 """Master weights: an fp32 copy of every half parameter, which the optimizer steps in its place.
 
 The optimizer's groups hold the masters, the model holds the half parameters. A backward pass leaves gradients in half
-precision. At the end of a block and before a step one multi-tensor copy casts them to fp32, and a half parameter and
-its master have the same fp32 gradient from then on (torch's `Tensor.grad_dtype` allows it). So clipping, clearing or
-replacing the gradient of one does the same to the other, and further backward passes accumulate in fp32. After a step
-one multi-tensor copy rounds the masters into the half parameters.
+precision. At the end of a block and before a step multi-tensor copies, the largest gradients first, cast them to fp32;
+a half parameter and its master have the same fp32 gradient from then on (torch's `Tensor.grad_dtype` allows it). So
+clipping, clearing or replacing the gradient of one does the same to the other, and further backward passes accumulate
+in fp32. After a step one multi-tensor copy rounds the masters into the half parameters.
 
 After the first step the master weight is authoritative. A write into a half parameter reaches its master if torch
 shows it: the parameter's version or the address of its data changes. Torch does not show a write through ``.data``, so

@@ -29,7 +29,7 @@ from autoamp.stepping.skips import StepCounts, StepOwner
 
 
 class GuardedOptimizers(StepOwner[StepGuard]):
-    """Guards optimizers as scaled losses come by, each from its first loss on and as long as it lives.
+    """Guards optimizers as scaled losses come by, each from `initialize` or its first loss on, as long as it lives.
 
     Args:
         casts: Turned off while an optimizer steps.

@@ -1,7 +1,7 @@
 """The gradients of an optimizer, and what blocks and backward passes found in them until its next step.
 
 A block leaves an `OverflowCheck` with the `GuardedGrads` of each of its optimizers. A step resolves them: it reads
-their flags, or hands them to the optimizer on its device, and the loss scalers hear of each block once.
+their flags, or hands them to the optimizer on its device, and each loss scaler hears once of all its blocks since.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ class StepCounts:
         catch_up: Lets the handle's loss scalers hear of steps of which only the device knows whether they were skips.
 
     Attributes:
-        steps: Steps of optimizers whose losses are scaled, skips and those of `FP16_Optimizer` included.
-        plain: Steps of optimizers whose losses nobody scales.
+        steps: Steps of guarded optimizers, skips and those of `FP16_Optimizer` included.
+        plain: Steps of optimizers without a guard.
         own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
         own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
         last: The last step of any optimizer.
@@ -199,7 +199,7 @@ class StepCounts:
         return ours if self.own_scale is None else float(self.own_scale)
 
     def step_begins(self, step: Step) -> None:
-        """Count a step of an optimizer whose loss is scaled."""
+        """Count a step of a guarded optimizer."""
         self.steps += 1
         self.last = step
 
