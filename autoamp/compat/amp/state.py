@@ -96,7 +96,7 @@ class ScalerView:
         they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
         """
         pending = [check for check in self._pending() if check.reported.told is None]
-        noted = bool(self._overflow_buf.any())
+        noted = "_overflow_buf" in vars(self) and bool(self._overflow_buf.any())
         if not pending and not noted:
             return self._has_overflow
         overflow = noted or any(check.overflowed for check in pending)
