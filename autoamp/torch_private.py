@@ -87,6 +87,11 @@ def in_function_mode() -> bool:
     return modes is None or not all(isinstance(mode, Unnoticed) for mode in modes())
 
 
+def has_modes() -> bool:
+    """Whether any mode intercepts this thread's calls, an `Unnoticed` one too."""
+    return bool(_has_function_modes() or _number_of_dispatch_modes())
+
+
 def insert_modes(*modes: Any) -> None:
     """Let modes intercept calls below all others, which a program may enter and leave meanwhile."""
     for mode in modes:

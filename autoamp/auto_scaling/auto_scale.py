@@ -239,7 +239,7 @@ class AutoScale(Subscriber):
             running.concern(guard)
         running.take(leaves, nodes)
         for root in roots:
-            self._optimizers.program.tell(Subscriber.backward_begins, root, running.scale)
+            self._optimizers.current.scale(root, running.scale)
         return running
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:

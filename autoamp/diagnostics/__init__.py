@@ -21,7 +21,6 @@ from autoamp.diagnostics.explain import explain as explain
 from autoamp.diagnostics.half_losses import HalfLosses as HalfLosses
 from autoamp.diagnostics.monitors import Followers as Followers
 from autoamp.diagnostics.monitors import write_scalars as write_scalars
-from autoamp.diagnostics.nonfinite import NonFiniteSteps as NonFiniteSteps
 from autoamp.diagnostics.observer import Call as Call
 from autoamp.diagnostics.observer import Observation as Observation
 from autoamp.diagnostics.observer import Observer as Observer

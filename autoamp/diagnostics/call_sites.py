@@ -14,8 +14,8 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -88,19 +88,6 @@ class CallSite:
         return self.module or (f"({self.root})" if self.module == "" else "-")
 
 
-class Caller(NamedTuple):
-    """Where a frame of the program is, without the frame, which would keep its variables alive."""
-
-    f_code: CodeType
-    f_lasti: int
-    f_lineno: int
-
-    @classmethod
-    def of(cls, frame: FrameType | None) -> Caller | None:
-        """Take it from a frame."""
-        return None if frame is None else cls(frame.f_code, frame.f_lasti, frame.f_lineno)
-
-
 def shown_line(file: str, line: int | None) -> str:
     """Return ``"file:line"``, relative to the working directory where the file is below that."""
     # ValueError: the file is on another drive.
@@ -166,17 +153,10 @@ class ModulePaths:
 
 
 class CallPlaces(Unnoticed, TorchFunctionMode):
-    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`.
+    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`."""
 
-    Args:
-        caller: What is said to call the outermost modules and functions; by default the frames tell.
-    """
-
-    def __init__(self, caller: Caller | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._caller = caller
-        # Frames from here outwards did not call them.
-        self._outer = user_frame(sys._getframe(1)) if caller is not None else None
         # The function, the frame that calls it, and the backward pass within which it is called.
         self._call: tuple[Any, FrameType | None, int] = (None, None, -1)
         self._modules: tuple[Module, ...] = ()
@@ -218,8 +198,6 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
             # The backward pass of a function of the program runs within `Tensor.backward`.
             func, frame = None, sys._getframe(1)
         user = user_frame(frame)
-        if user is self._outer:
-            user = self._caller
         modules = self._modules
         key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti)
         found = self._known.get(key)
@@ -228,7 +206,7 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
             found = self._known[key] = (func, frame.f_code), self._place(func, frame, user)
         return found[1]
 
-    def _place(self, func: Any, frame: FrameType, user: FrameType | Caller | None) -> Place:
+    def _place(self, func: Any, frame: FrameType, user: FrameType | None) -> Place:
         name = None if func is None else bare_name(func)
         path, _, root = self._paths.find(self._modules)
         is_cast = name in CASTS and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP
@@ -270,7 +248,7 @@ def spelled_at(op: str, function: Any, frame: Any) -> tuple[str, ...]:
     Args:
         op: The bare name.
         function: What torch says was called, of which a method is the same for ``y * y`` and for ``y.mul(y)``.
-        frame: The program's frame or its `Caller`, at the call; None if unknown.
+        frame: The program's frame at the call; None if unknown.
     """
     operators = OPERATORS.get(op, ())
     owner = getattr(function, "__objclass__", None)

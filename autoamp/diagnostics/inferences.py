@@ -1,6 +1,6 @@
 """Calls of models with gradients off: whether their outputs held inf or nan, and what made it.
 
-One sum over the outputs tells. After inf or nan the next calls are recorded, until one gives it again.
+One sum over the outputs tells. Each call is recorded until the first inf or nan was explained.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.diagnostics.kept_calls import floating, unwrapped
-from autoamp.diagnostics.step_recorder import WATCHED_STEPS, RecordedStep, StepRecorder
+from autoamp.diagnostics.step_recorder import RecordedStep, StepRecorder, floating, unwrapped
 from autoamp.diagnostics.tables import counted
 from autoamp.diagnostics.verdicts import Overflow
 from autoamp.patching import original_of
@@ -48,7 +47,6 @@ class Inferences:
         self._explain = explain
         self._nonfinite = 0
         self._model = ""
-        self._recorded = 0
         # Classes of models that write inf to their outputs on purpose.
         self._on_purpose: set[type] = set()
         self._unread = UnreadFlags()
@@ -67,31 +65,26 @@ class Inferences:
         calls = f"{counted(self.nonfinite, 'call')} of {self._model} with gradients off gave inf or nan"
         cause = self.found[0] if self.found else None
         if cause is None:
-            return f"{calls}, and none of the next calls, which are recorded, gave it again: not located"
+            return f"{calls}: not located, since the call was not recorded"
         return f"{calls}: {cause.cause}" + (f"; {cause.suggestion}" if cause.suggestion else "")
 
-    def begin(self, module: Module, args: Any, kwargs: Any) -> tuple[type, contextlib.ExitStack | None]:
-        """Begin a call; it is recorded if an earlier one gave inf or nan.
-
-        Returns:
-            The class of the model, and what ends the record of the call; None if it is not recorded.
-        """
+    def begin(self, module: Module, args: Any, kwargs: Any) -> Callable[[Any], None]:
+        """Begin a call; it is recorded unless what makes inf or nan is known. Returns what is given its outputs."""
         self.calls += 1
-        recorded = None
-        if self._recorded:
-            self._recorded -= 1
-            recorded = contextlib.ExitStack()
+        recorded = contextlib.ExitStack()
+        kind = type(unwrapped(module))
+        if not self.found and kind not in self._on_purpose:
             recorded.enter_context(self._recorder.one_step())
             self._recorder.record_call(module, args, kwargs)
-        return type(unwrapped(module)), recorded
+            return functools.partial(self._end, kind, recorded, self._recorder.step)
+        return functools.partial(self._end, kind, recorded, None)
 
-    def end(self, call: tuple[type, contextlib.ExitStack | None], outputs: Any) -> None:
+    def _end(self, kind: type, recorded: contextlib.ExitStack, step: RecordedStep | None, outputs: Any) -> None:
         """Look at the outputs of a call; None if it raised."""
-        kind, recorded = call
-        if recorded is not None:
+        if step is not None:
             self._recorder.stop()
         tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
-        with recorded or contextlib.nullcontext():
+        with recorded:
             if not tensors or kind in self._on_purpose:
                 return
             with undisturbed():
@@ -99,15 +92,14 @@ class Inferences:
                 wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
                 flag = functools.reduce(torch.add, [_SUM(one, dtype=wide).to(tensors[0].device) for one in tensors])
                 flag = flag.isfinite().logical_not()
-            if recorded is None and self._unread.serves(flag.device):
+            if step is None and self._unread.serves(flag.device):
                 self._unread.add(flag, functools.partial(self._known, kind), urgent=True)
                 return
             self._known(kind, bool(flag))
-            if recorded is None or not bool(flag):
+            if step is None or not bool(flag):
                 return
-            step = self._recorder.step
             step.loss_refs = list(map(step.tape.find, tensors))
-            self._recorded, found = 0, self._explain(step)
+            found = self._explain(step)
             if found is None:
                 self._on_purpose.add(kind)
                 self._nonfinite, self._model = 0, ""
@@ -120,5 +112,3 @@ class Inferences:
         if is_nonfinite and kind not in self._on_purpose:
             self._nonfinite += 1
             self._model = self._model or kind.__name__
-            if not self.found:
-                self._recorded = WATCHED_STEPS

@@ -9,14 +9,19 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.errors import UsageError, kind_of
-from autoamp.program import Subscriber
+from autoamp.program import Listener, Listeners
 from autoamp.stepping import Step
 
 
-class Followers(Subscriber):
-    """Functions that are called after each step of an optimizer, when the weights have been updated."""
+class Followers(Listener):
+    """Functions that are called after each step of an optimizer, when the weights have been updated.
 
-    def __init__(self) -> None:
+    Args:
+        listeners: Those of the handle. This is one while there are functions.
+    """
+
+    def __init__(self, listeners: Listeners) -> None:
+        self._listeners = listeners
         # Functions that were added together, with whether they are called after skipped steps too.
         self._entries: list[tuple[Sequence[Callable[[], object]], bool]] = []
 
@@ -29,9 +34,12 @@ class Followers(Subscriber):
         """
         entry = calls, after_skips
         self._entries.append(entry)
+        self._listeners.add(self)
 
         def end() -> None:
             self._entries = [other for other in self._entries if other is not entry]
+            if not self._entries:
+                self._listeners.remove(self)
 
         return end
 

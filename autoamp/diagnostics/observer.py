@@ -22,7 +22,7 @@ from autoamp.casting import CastState
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError, kind_of
 from autoamp.ops import Target
-from autoamp.program import Subscriber
+from autoamp.program import Listener, Listeners
 from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of
 
 
@@ -125,11 +125,12 @@ class _Thread(threading.local):
     only: tuple[Observer, ...] | None = None
 
 
-class Observation(Subscriber):
+class Observation(Listener):
     """The observers of one handle, and the layer above replacements that calls them.
 
     Args:
         casts: How the handle casts.
+        listeners: Those of the handle. This is one while there are observers.
         patch_anew: Installs the replacements again. Called when the first observer begins and when the last one ends.
 
     Attributes:
@@ -139,11 +140,12 @@ class Observation(Subscriber):
         on_model: Called before each outermost module call; None for nothing.
     """
 
-    def __init__(self, casts: CastState, patch_anew: Callable[[], object]) -> None:
+    def __init__(self, casts: CastState, listeners: Listeners, patch_anew: Callable[[], object]) -> None:
         self.casts = casts
         self.observers: tuple[Observer, ...] = ()
         self.here = _Thread()
         self.on_model: Callable[[], object] | None = None
+        self._listeners = listeners
         self._patch_anew = patch_anew
         self._paths = ModulePaths()
         self._lock = threading.Lock()
@@ -156,6 +158,7 @@ class Observation(Subscriber):
             before = self.observers
             self.observers = (*before, observer)
         if not before:
+            self._listeners.add(self)
             self._patch_anew()
         return Watch(lambda: self.remove(observer))
 
@@ -167,6 +170,7 @@ class Observation(Subscriber):
         if len(left) < len(before):
             observer.ended()
             if not left:
+                self._listeners.remove(self)
                 self._patch_anew()
 
     def end(self) -> None:
@@ -204,7 +208,7 @@ class Observation(Subscriber):
         with self.casts.switched(False), self.only():
             yield
 
-    def watched(self, replacement: Any, op: Target) -> Any:
+    def op_layer(self, replacement: Any, op: Target) -> Any:
         """Return a replacement of the same kind that reports each call to the observers.
 
         Args:
@@ -212,7 +216,7 @@ class Observation(Subscriber):
             op: The function that it replaces.
         """
         if isinstance(replacement, (staticmethod, classmethod)):
-            return type(replacement)(self.watched(replacement.__func__, op))
+            return type(replacement)(self.op_layer(replacement.__func__, op))
         compiling, thread = torch.compiler.is_compiling, self.here
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -242,10 +246,8 @@ class Observation(Subscriber):
         watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
         return trace_as(traced_in_place_of(replacement))(watching)
 
-    def around_module_call(self, replacement: Any) -> Any:
+    def module_layer(self, replacement: Any) -> Any:
         """Return a replacement of ``torch.nn.Module.__call__`` that keeps the running module calls of each thread."""
-        if not self.observers:
-            return replacement
         compiling, thread, observation = torch.compiler.is_compiling, self.here, self
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.fp16_utils.checkpoints import load_or_restore, matched
-from autoamp.program import Subscriber
 from autoamp.runtime import current_runtime
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, scaled_loss
 from autoamp.stepping import (
@@ -150,7 +149,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard.owner.refuse_scaled(self._guard)
         if runtime is not None:
             scale = self.loss_scaler.scale_without_sync()
-            runtime.optimizers.program.tell(Subscriber.backward_begins, loss, scale)
+            runtime.optimizers.current.scale(loss, scale)
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autoamp.modules.buffer_writes import BufferWrites as BufferWrites
-from autoamp.modules.call import CallRecorder as CallRecorder
 from autoamp.modules.call import ModuleCalls as ModuleCalls
 from autoamp.modules.half_models import CastModels as CastModels
 from autoamp.modules.half_models import ForwardDtypes as ForwardDtypes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -19,23 +19,10 @@ from autoamp.casting import CastState, Token
 from autoamp.modules.half_models import ForwardDtypes, cast_structure
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
-from autoamp.program import Subscriber
+from autoamp.program import Listeners, Subscriber
 from autoamp.rules import ModulePrecision
 from autoamp.stepping import refresh_params
 from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
-
-
-class CallRecorder(Protocol):
-    """Records outermost module calls."""
-
-    def wants_call(self) -> bool:
-        """Whether a call that begins now is recorded. Calls within one that is recorded are not."""
-
-    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called when a module is called; returns what `end` is to be given."""
-
-    def end(self, record: Any, outputs: Any) -> None:
-        """Called when the call has ended; ``outputs`` is None where it raised."""
 
 
 @dataclass(eq=False)
@@ -49,23 +36,23 @@ class ModuleCalls(Subscriber):
         casts: The state that calls read and set.
         precisions: Which modules run in a precision of their own.
         forward_dtypes: In which dtypes models take inputs and give outputs.
-        recorder: Records outermost calls.
+        listeners: Hear of outermost calls.
     """
 
     casts: CastState
     precisions: ModulePrecisions
     forward_dtypes: ModuleTags[ForwardDtypes]
-    recorder: CallRecorder
+    listeners: Listeners
 
     def around_module_call(self, original: Any) -> Any:
         """Return the replacement of ``torch.nn.Module.__call__``."""
-        casts, precisions, forward_dtypes, recorder = self.casts, self.precisions, self.forward_dtypes, self.recorder
+        casts, precisions, forward_dtypes, listeners = self.casts, self.precisions, self.forward_dtypes, self.listeners
         local, cache, in_modules = casts.local, casts.cache, casts.in_modules
         compiling = torch.compiler.is_dynamo_compiling
         has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-            is_kept, record, result = False, None, None
+            result, told = None, []
             if compiling():
                 # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
                 # does not pass for this. `forced_off` is never None.
@@ -76,8 +63,8 @@ class ModuleCalls(Subscriber):
             else:
                 if local.param_casts is None:
                     refresh_params()
-                if recorder.wants_call():
-                    is_kept, record = True, recorder.begin(self, args, kwargs)
+                if listeners.call_begun:
+                    told = [begun(self, args, kwargs) for begun in listeners.call_begun]
             tokens: list[Token] = []
             dtypes, look, keeps_casts, widens = forward_dtypes.get(self), None, False, False
             try:
@@ -123,9 +110,11 @@ class ModuleCalls(Subscriber):
                 result = outputs if dtypes is None else cast_structure(outputs, dtypes.outputs)
                 return result
             finally:
-                if is_kept:
-                    recorder.end(record, result)
+                for ended in filter(None, told):
+                    ended(result)
 
+        for layer in listeners.module_layer:
+            call = layer(call)
         return call
 
     def step_ended(self, step: Any) -> None:

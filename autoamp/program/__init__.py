@@ -7,4 +7,7 @@ from __future__ import annotations
 
 from autoamp.program.events import Subscriber as Subscriber
 from autoamp.program.hooks import listen as listen
+from autoamp.program.listeners import Cause as Cause
+from autoamp.program.listeners import Listener as Listener
+from autoamp.program.listeners import Listeners as Listeners
 from autoamp.program.program import Program as Program

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,14 +66,6 @@ class Subscriber:
     def around_backward(self, backward: Function) -> Function:
         """``torch.autograd.backward``, which `Tensor.backward` calls."""
 
-    def backward_begins(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """The backward pass of a loss that is multiplied by a scale is about to run.
-
-        Args:
-            loss: The loss before it is multiplied, usually a scalar.
-            scale: The scale, which may be known to the device alone.
-        """
-
     def grad_retained(self, tensor: Tensor) -> None:
         """``Tensor.retain_grad`` was called."""
 
@@ -107,8 +99,8 @@ class Subscriber:
         was bound before torch was patched calls the second alone.
         """
 
-    def step_begins(self) -> None:
-        """An optimizer was called."""
+    def step_ended(self, step: Any) -> None:
+        """A step was taken or skipped, as `autoamp.stepping.Step` tells."""
 
     def unguarded_step(self, optimizer: Any) -> None:
         """An optimizer without a guard is about to step."""
@@ -120,20 +112,6 @@ class Subscriber:
             optimizer: The optimizer.
             guard: Its `autoamp.stepping.StepGuard`; None without.
         """
-
-    def wants_flags(self) -> bool:
-        """A step that takes found_inf on its device is about to run. Returns whether the host is to read it at once."""
-
-    def step_known(self, skips: Any, step: Any) -> Any:
-        """It is known what became of a step that was taken, or that a loss scale skipped. Returns what explains a skip.
-
-        Args:
-            skips: The `autoamp.stepping.Skips` of the optimizer.
-            step: The `autoamp.stepping.Step`. Others may have been taken since.
-        """
-
-    def step_ended(self, step: Any) -> None:
-        """A step was taken or skipped, as `autoamp.stepping.Step` tells."""
 
     # -- the program's own loss scaling --
 

@@ -32,7 +32,7 @@ from autoamp.diagnostics import (
 )
 from autoamp.errors import UsageError, kind_of
 from autoamp.kernels import Backend
-from autoamp.program import listen
+from autoamp.program import Listeners, listen
 from autoamp.rules import CastTable
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
@@ -340,7 +340,7 @@ class NoOpHandle(BaseHandle):
 
     def follow(self, *followers: Any) -> Callable[[], None]:
         """Step schedulers or averages of weights after each step of an optimizer of torch: none is skipped."""
-        calls = Followers()
+        calls = Followers(Listeners())
         calls.follow(followers)
         listening = listen(optimizer_returned=lambda *_: calls.step_ended(Step()))
         return self._listening.enter_context(listening).close

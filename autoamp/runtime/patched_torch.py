@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from autoamp import ops, torch_private
-from autoamp.diagnostics import Observation
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.patching import CompilerTables, PatchSet, mark, name_by, writing
 from autoamp.program import Subscriber
@@ -34,7 +33,6 @@ class PatchedTorch:
     """
 
     _settings: Settings
-    _observation: Observation
 
     def __init__(self, optimizers: GuardedOptimizers) -> None:
         self.in_place = False
@@ -50,16 +48,15 @@ class PatchedTorch:
 
     # -- putting patches in place, and taking them back --
 
-    def patch(self, settings: Settings, observation: Observation, registered: Sequence[ops.Target]) -> None:
+    def patch(self, settings: Settings, registered: Sequence[ops.Target]) -> None:
         """Put the patches in place. If one fails torch is left as it was.
 
         Args:
             settings: Those of the handle: its lists, and how they are applied.
-            observation: Is told of each call of a replacement, if it has observers.
             registered: The registrations, which take precedence over the lists.
         """
         casts, program = self._optimizers.casts, self._optimizers.program
-        self._settings, self._observation = settings, observation
+        self._settings = settings
         expansion = ops.expand(settings.table)
         # A thread that patches while another one restores would take its replacements for torch's own functions.
         with writing:
@@ -118,7 +115,7 @@ class PatchedTorch:
         """Take the patches back and put them in place again, for other observers."""
         if self.in_place:
             self.restore()
-            self.patch(self._settings, self._observation, self._registered)
+            self.patch(self._settings, self._registered)
 
     def add(self, target: ops.Target) -> None:
         """Patch one more target, now and when torch is patched anew."""
@@ -148,7 +145,7 @@ class PatchedTorch:
             torch_private.forget_compiled_code()
 
     def _replacement(self, target: ops.Target) -> Any:
-        rule, settings, observation = target.rule, self._settings, self._observation
+        rule, settings = target.rule, self._settings
         key = (id(target.original), rule.policy, id(target.functional))
         if key not in self._built:
             if settings.casts_models and rule.origin.shipped:
@@ -159,8 +156,8 @@ class PatchedTorch:
                     module=target.module, qualname=target.qualname, functional=target.functional,
                     remedy=rule.remedy, allow_banned=settings.allow_banned,
                 )  # fmt: skip
-            if observation.observers:
-                replacement = observation.watched(replacement, target)
+            for layer in self._optimizers.listeners.op_layer:
+                replacement = layer(replacement, target)
             # With its target, which keeps the objects alive whose ids are in the key.
             self._built[key] = (target, mark(replacement, target.original))
             self._compilers.add(target.original, replacement)

@@ -16,7 +16,6 @@ from autoamp.diagnostics import (
     Counts,
     Followers,
     HalfLosses,
-    NonFiniteSteps,
     Observation,
     OverflowTrace,
     ReportRecording,
@@ -27,7 +26,7 @@ from autoamp.ops import AutocastRegions, Target
 from autoamp.runtime.patched_torch import PatchedTorch
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, make_scaler
-from autoamp.stepping import GuardedOptimizers, OptimizerSteps
+from autoamp.stepping import GuardedOptimizers, NonFiniteSteps, OptimizerSteps
 
 suspended: list[Callable[[], object]] = []
 """Called when the patches of the active handle are about to be taken back, for a while or for good."""
@@ -61,7 +60,7 @@ class Runtime:
             _casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
         self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
-        self.followers = Followers()
+        self.followers = Followers(self.optimizers.listeners)
         self.auto_scaling = AutoScale(self.optimizers)
         self.patched = PatchedTorch(self.optimizers)
         self._apply(settings)
@@ -74,28 +73,22 @@ class Runtime:
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
         self.precisions.use(settings.table.modules)
-        observation = Observation(self.casts, self.patched.patch_anew)
-        self.overflows = OverflowTrace(self.casts, observation, always=settings.trace_overflow)
+        listeners = self.optimizers.listeners
+        observation = Observation(self.casts, listeners, self.patched.patch_anew)
+        self.overflows = OverflowTrace(self.optimizers, observation, always=settings.trace_overflow)
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
-        self.nonfinite = NonFiniteSteps(self.optimizers, self.overflows, settings.on_nonfinite)
-        recorder = self.overflows.recorder
+        self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
         # The order in which an event is heard. Wrappers are nested so, the first outermost.
         self.optimizers.program.subscribe(
-            # Knows a module's call before the casts in it.
-            self.observation,
-            ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, recorder),
+            ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, listeners),
             self.models,
             AutocastRegions(self.casts),
             # Gives a new optimizer its masters before it is guarded.
             OptimizerSteps(self.optimizers),
-            # Multiplies the gradients of a backward pass before the recorder sees them.
+            # Multiplies the gradients of a backward pass before listeners see them.
             self.auto_scaling,
-            recorder,
-            self.overflows,
             self.nonfinite,
-            # After all that counts or changes a step.
-            self.followers,
         )
 
     @property
@@ -122,7 +115,7 @@ class Runtime:
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. `ActiveHandles` calls this."""
-        self.patched.patch(self.settings, self.observation, registered)
+        self.patched.patch(self.settings, registered)
         self.ended = False
 
     def suspend(self) -> tuple[str, ...]:
@@ -131,7 +124,8 @@ class Runtime:
             return ()
         for listener in suspended.copy():
             listener()
-        self.overflows.close()
+        for closed in self.optimizers.listeners.closed:
+            closed()
         return self.patched.restore()
 
     def deactivate(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from autoamp.stepping.links import release_master as release_master
 from autoamp.stepping.loss_scalers import as_list as as_list
 from autoamp.stepping.masters import MasterWeights as MasterWeights
 from autoamp.stepping.masters import fit_state as fit_state
+from autoamp.stepping.nonfinite import NonFiniteSteps as NonFiniteSteps
 from autoamp.stepping.optimizer_steps import OptimizerSteps as OptimizerSteps
 from autoamp.stepping.optimizers import GuardedOptimizers as GuardedOptimizers
 from autoamp.stepping.optimizers import joint_norm as joint_norm

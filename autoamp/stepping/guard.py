@@ -139,7 +139,7 @@ class StepGuard:
         finally:
             self.grads.agreed = False
             self.params_changed()
-        self.owner.program.tell(Subscriber.step_ended, self.skips.step)
+        self.owner.current.end(self.skips.step)
         return result
 
     def is_refused(self) -> bool:

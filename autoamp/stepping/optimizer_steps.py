@@ -70,7 +70,7 @@ class OptimizerSteps(Subscriber):
             if guard is None:
                 # Without loss scaling. Its gradients may be scaled all the same.
                 optimizers.left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
-                optimizers.program.tell(Subscriber.step_begins)
+                optimizers.current.begin()
                 optimizers.check_underflow(optimizer)
                 plain_step = optimizers.step_stats.last = Step()
         if guard is not None and not guard.stepping:
@@ -86,7 +86,7 @@ class OptimizerSteps(Subscriber):
             optimizers.running.discard(id(optimizer))
         if plain_step is not None:
             optimizers.step_stats.plain += 1
-            optimizers.program.tell(Subscriber.step_ended, plain_step)
+            optimizers.current.end(plain_step)
         optimizers.casts.cache.clear()
         return result
 

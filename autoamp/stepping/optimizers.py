@@ -14,10 +14,11 @@ from torch.nn import Module
 
 from autoamp.casting import CastState
 from autoamp.errors import UsageError, kind_of
-from autoamp.program import Program, Subscriber
+from autoamp.program import Listeners, Program
 from autoamp.scaling import LossScaler, scaled_loss, total_norm
 from autoamp.stepping.attach import ScalesItself, refuse_unguardable, stepped_params
 from autoamp.stepping.block import scaled_block
+from autoamp.stepping.current_step import CurrentStep
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, as_list
 from autoamp.stepping.masters import MasterWeights
@@ -59,6 +60,8 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         self._asked: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.program = Program()
+        self.listeners = Listeners()
+        self.current = CurrentStep(self.program, self.listeners)
         self._vanishing = UnderflowWatch()
         self.left_scaled = LeftScaled(lambda: self.guards)
 
@@ -176,7 +179,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        self.program.tell(Subscriber.step_begins)
+        self.current.begin()
         self.step_stats.step_begins(guard.skips.step)
         if guard.grads.own_scalers:
             for scaler in guard.grads.own_scalers:
@@ -250,7 +253,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         for guard in guards:
             guard.scaled = True
             self._forget_added(guard)
-        self.program.tell(Subscriber.backward_begins, loss, scaler.scale_without_sync())
+        self.current.scale(loss, scaler.scale_without_sync())
         left = self.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from autoamp.program import Subscriber
 from autoamp.scaling import LossScaler, Scale, found_any, is_sharded, unscale_
 from autoamp.stepping.attach import stepped_params
 from autoamp.stepping.masters import MasterWeights
@@ -328,7 +327,7 @@ class GuardedGrads:
             nothing was done: there are none, some are read already, several scalers have a part in them, the scaler
             lives on the host, or the host is to know at once.
         """
-        if not self.checks or any(self._owner().program.tell(Subscriber.wants_flags)):
+        if not self.checks or self._owner().current.reads_flags:
             return None
         scaler, is_reported = self.checks[0].scaler, self.checks[0].reported.told is not None
         for check in self.checks:

@@ -13,8 +13,9 @@ from typing import Any, Generic, SupportsFloat, TypeVar
 from torch import Tensor
 
 from autoamp.casting import CastState
-from autoamp.program import Program, Subscriber
+from autoamp.program import Listeners, Program
 from autoamp.scaling import LossScaler, UnreadFlags
+from autoamp.stepping.current_step import CurrentStep
 from autoamp.stepping.ranks import RequestedGroup
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,12 @@ class StepOwner(Generic[Guard]):
 
     program = Program()
     """Tells what happens to its optimizers."""
+
+    listeners = Listeners()
+    """What looks on."""
+
+    current = CurrentStep(program, listeners)
+    """The step at hand."""
 
     casts: CastState | None = None
     """What casts for the program: off while the optimizer steps, and on in a closure."""
@@ -144,12 +151,14 @@ class Skips:
         owner = self.owner()
         if skipped_by is None:
             self.in_a_row, self.has_held = 0, True
-            owner.program.tell(Subscriber.step_known, self, step)
+            for taken in owner.listeners.step_taken:
+                taken(self, step)
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
         owner.step_stats.add_skip()
-        step.explanation = next(iter(owner.program.tell(Subscriber.step_known, self, step)), None)
+        for skipped in owner.listeners.step_skipped:
+            step.explanation = skipped(self, step) or step.explanation
         if self.total & (self.total - 1) == 0:
             logger.warning(
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",

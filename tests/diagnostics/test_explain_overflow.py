@@ -58,7 +58,7 @@ def test_a_loss_that_is_explained_leaves_everything_as_it_was() -> None:
 
 
 REFUSED = {
-    "scale_loss": "scaled a loss", "FP16_Optimizer": "scaled a loss", "GradScaler": "scaled a loss",
+    "scale_loss": "scaled a loss", "FP16_Optimizer": "ran a backward pass", "GradScaler": "scaled a loss",
     "backward": "ran a backward pass", "step": "called an optimizer", "closure": "called an optimizer",
     "nested": r"called explain_overflow\(\)",
     "None": "returned None", "float": "returned a float",

@@ -132,21 +132,6 @@ def test_looking_on_is_not_counted_or_traced() -> None:
     assert calls(True) == calls(False)
 
 
-def test_a_graph_that_is_kept_stays_valid() -> None:
-    """Buffers that a second call of the model writes and puts back are those that another backward pass needs."""
-    handle = started(64.0, traced=False)
-    net = nn.Sequential(nn.BatchNorm1d(4), Net(squared))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    kept = nn.Linear(4, 4)(torch.randn(5, 4)) * net[0].running_var
-    with handle.scale_loss(mean_square(net(torch.randn(5, 4))), optimizer) as scaled:
-        scaled.backward()
-    before = net[0].running_var._version
-    optimizer.step()
-    assert found_in(handle).module == "1.faulty"
-    assert net[0].running_var._version == before
-    assert kept.requires_grad
-
-
 class Operators(TorchDispatchMode):
     """Counts operators."""
 
@@ -199,5 +184,7 @@ def test_a_call_whose_outputs_cannot_be_cast_has_ended(traced: bool) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         net(torch.randn(5, 4))
     net = Net(squared)
-    take_step(handle, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(1 if traced else 2):
+        take_step(handle, net, optimizer)
     assert found_in(handle).module == "faulty"

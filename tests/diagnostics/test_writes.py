@@ -165,12 +165,12 @@ MODELS = [Momentum, Data, Swapped, Codebook, Queue, Array, Global, File, Spectra
 
 
 @pytest.fixture
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Returns what lets a step without an option be kept, or not."""
-    wants_call = StepRecorder.wants_call
+def nothing_recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Returns what lets steps be recorded, or not."""
+    call_begun = StepRecorder.call_begun
 
     def keep(keeps: bool) -> None:
-        monkeypatch.setattr(StepRecorder, "wants_call", wants_call if keeps else lambda self: False)
+        monkeypatch.setattr(StepRecorder, "call_begun", call_begun if keeps else lambda *given: None)
 
     return keep
 
@@ -210,12 +210,12 @@ def trained(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_looking_on_changes_nothing(
-    kind: type[Writer], dtype: torch.dtype, tmp_path: Path, nothing_kept: Callable[[bool], None]
+    kind: type[Writer], dtype: torch.dtype, tmp_path: Path, nothing_recorded: Callable[[bool], None]
 ) -> None:
-    nothing_kept(False)
+    nothing_recorded(False)
     expected, calls = trained(kind, dtype, tmp_path / "plain", {}, lambda handle: contextlib.nullcontext())
     assert calls == 8
-    nothing_kept(True)
+    nothing_recorded(True)
     for name, (settings, look) in LOOKS.items():
         given = {"capsule": tmp_path / "capsules"} if name == "capsule" else settings
         found, calls = trained(kind, dtype, tmp_path / name, given, look)

@@ -12,6 +12,7 @@ arrived.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -21,12 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.diagnostics.overflow import OverflowTrace
-from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.program import Subscriber
+from autoamp.program import Cause, Subscriber
 from autoamp.scaling import StaticLossScaler, UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
-from autoamp.stepping import GuardedOptimizers, Skips, Step, StepGuard, named_params, several_processes, stepped_params
+from autoamp.stepping.attach import named_params, stepped_params
+from autoamp.stepping.guard import StepGuard
+from autoamp.stepping.optimizers import GuardedOptimizers
+from autoamp.stepping.ranks import several_processes
+from autoamp.stepping.skips import Skips, Step
+from autoamp.tensors import iter_tensors
+from autoamp.torch_private import current_graph_task
 
 _VECTORS = 4
 # A scale that was backed off to 0 is told as this.
@@ -38,15 +43,13 @@ class NonFiniteSteps(Subscriber):
 
     Args:
         optimizers: Those of the handle, with their guards; they count the skips.
-        overflows: Explains such steps.
         action: What to do with a step whose gradients or loss hold inf or nan: ``"warn"``, ``"raise"`` or ``"skip"``.
     """
 
     keeps = 1000
 
-    def __init__(self, optimizers: GuardedOptimizers, overflows: OverflowTrace, action: str) -> None:
+    def __init__(self, optimizers: GuardedOptimizers, action: str) -> None:
         self._optimizers = optimizers
-        self._overflows = overflows
         self._action = action
         self._sentences: list[str] = []
         self._total = self._in_a_row = 0
@@ -93,7 +96,7 @@ class NonFiniteSteps(Subscriber):
             outputs: The loss, or several.
         """
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
-            self._optimizers.program.tell(Subscriber.backward_begins, outputs, _LazyScale(scaler))
+            self._optimizers.current.scale(outputs, _LazyScale(scaler))
 
     def around_unscale(self, original: Any) -> Any:
         """Return an ``unscale_`` whose errors are explained."""
@@ -133,7 +136,7 @@ class NonFiniteSteps(Subscriber):
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.
             self._optimizers.step_stats.step_begins(skips.begin())
-            self._optimizers.program.tell(Subscriber.step_begins)
+            self._optimizers.current.begin()
         elif guard is None:
             skips.step = self._optimizers.step_stats.last
         if flag is not None and self._unread.serves(flag.device):
@@ -145,9 +148,32 @@ class NonFiniteSteps(Subscriber):
         elif guard is None and not skips.step.skipped:
             skips.end(skips.step)
         if not self._called:
-            self._optimizers.program.tell(Subscriber.step_ended, skips.step)
+            self._optimizers.current.end(skips.step)
 
     # -- without a loss scale --
+
+    def around_backward(self, original: Any) -> Any:
+        """Return a replacement of `torch.autograd.backward` that takes note of losses that nobody scales."""
+        optimizers = self._optimizers
+
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            # A pass within a pass is a checkpoint's.
+            if torch.compiler.is_compiling() or current_graph_task() != -1:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            if optimizers.current.waiting:
+                optimizers.current.waiting -= 1
+            else:
+                for root in iter_tensors(tensors):
+                    if root.grad_fn is not None and root.is_floating_point():
+                        optimizers.current.note(root, 1.0)
+            if not optimizers.listeners.backward_begun:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            with contextlib.ExitStack() as stack:
+                for hear in optimizers.listeners.backward_begun:
+                    stack.enter_context(hear((grad_tensors, kwargs.get("grad_variables"))))
+                return original(tensors, grad_tensors, *args, **kwargs)
+
+        return backward
 
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at a step with casts off; see `_look`."""
@@ -164,16 +190,16 @@ class NonFiniteSteps(Subscriber):
         self._optimizers.step_stats.last.flag = self._flag
         if flag is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return False
-        step, waits, grads = self._overflows.recorder.step, self._action != "warn", []
+        step, waits, grads = self._optimizers.current, self._action != "warn", []
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (waits and several_processes())
         if self._scaler_steps or (guard is not None and guard.grads.resolved):
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
-            asked = waits or self._overflows.always or self._scaler_steps
-            losses = [loss for loss in step.losses if loss.numel() == 1 and sees_losses and (asked or loss.is_cpu)]
+            asked = waits or step.reads_flags or self._scaler_steps
+            losses = [loss for loss in step.losses if sees_losses and (asked or loss.is_cpu)]
         else:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
-            waits = waits or step.is_watched
+            waits = waits or step.reads_flags
             if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
                 raise UsageError(
                     "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
@@ -191,10 +217,13 @@ class NonFiniteSteps(Subscriber):
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
-        unchecked = [] if self._scaler_steps else named_params(optimizer)
-        named = ((name, param.grad) for name, param in unchecked if param.grad is not None)
-        # The sum of large finite squares is inf as well.
-        if not bool(flag) or not ((names := non_finite(named)) or non_finite(("", loss) for loss in losses)):
+        names: Sequence[str] = ()
+        if is_bad := bool(flag):
+            unchecked = [] if self._scaler_steps else named_params(optimizer)
+            names = non_finite((name, param.grad) for name, param in unchecked if param.grad is not None)
+            # The sum of large finite squares is inf as well.
+            is_bad = bool(names or non_finite(("", loss) for loss in losses))
+        if not is_bad:
             self._in_a_row = 0
             return False
         return self._act(number, optimizer, names)
@@ -205,7 +234,7 @@ class NonFiniteSteps(Subscriber):
         skips, overflow = self._action == "skip", None
         # In a row of steps that are taken the weights are not finite any more.
         if self._in_a_row == 1 or skips:
-            overflow = self._overflows.step_not_finite()
+            overflow = self._cause(number, late=False)
         told = self._note(number, optimizer, names, overflow)
         if self._action == "raise":
             raise NonFiniteGradientsError(told, overflow)
@@ -221,6 +250,11 @@ class NonFiniteSteps(Subscriber):
                 )
         return skips
 
+    def _cause(self, number: int, *, late: bool) -> Cause | None:
+        """Return what made the inf or nan, if a listener knows."""
+        found = (hear(number, late=late) for hear in self._optimizers.listeners.step_nonfinite)
+        return next((one for one in found if one is not None), None)
+
     def _known(self, number: int, reference: weakref.ref[Any], not_finite: bool) -> None:
         """Called after a step that was taken."""
         optimizer = reference()
@@ -228,10 +262,10 @@ class NonFiniteSteps(Subscriber):
             return
         # Looked for in the weights, as the gradients are those of a later step; once, as that waits for the device.
         names = [] if self._sentences else non_finite(named_params(optimizer))
-        overflow = None if self._sentences else self._overflows.step_not_finite(late=True)
+        overflow = None if self._sentences else self._cause(number, late=True)
         self._note(number, optimizer, names, overflow)
 
-    def _note(self, number: int, optimizer: Any, names: Sequence[str], overflow: Overflow | None) -> str:
+    def _note(self, number: int, optimizer: Any, names: Sequence[str], overflow: Cause | None) -> str:
         """Count a step, warn of the first for each cause, and return what it is and what to do.
 
         Args:
@@ -251,7 +285,8 @@ class NonFiniteSteps(Subscriber):
         advice = "look at the data, the loss and the learning rate"
         if overflow is None:
             advice += (
-                ". The op that made it is not known, because this step was not watched: trace_overflow=True names it"
+                ". The op that made it is not known, because this step was not recorded: init(trace_overflow=True), or "
+                "autoamp run --trace-overflow, names it in the next run"
             )
         elif overflow.suggestion is not None:
             advice = overflow.suggestion
