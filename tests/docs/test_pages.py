@@ -145,6 +145,14 @@ def test_the_rule_of_module_scope_is_in_the_same_words(place: str) -> None:
     assert " ".join(text_of(place).split()).count(rule) == 1
 
 
+def test_the_readme_is_short_and_begins_with_who_needs_it() -> None:
+    text = text_of("README.md")
+    assert len(text.split()) <= 1200
+    first = text[: text.index("\n## ")]
+    for said in ("autoamp run train.py", "**You need it**", "**You do not need it**", "GPU"):
+        assert said in first
+
+
 def test_quoted_messages_are_those_of_the_code() -> None:
     page = text_of("docs/troubleshooting.md")
     by_message = page[page.index("## By message\n") : page.index("## By symptom\n")]
