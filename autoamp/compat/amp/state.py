@@ -259,21 +259,6 @@ class AmpStash(GroupsOfMasters):
             raise UsageError(f"optimizer.{name}() was called inside a scale_loss block, which does all of it; drop it")
         return guard
 
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """Half parameters of the model."""
-        return [half for half, _ in self._pairs()]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their masters, in the same order."""
-        return [master for _, master in self._pairs()]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Parameters that are stepped themselves."""
-        return [param for group in self.fp32_from_fp32_groups for param in group]
-
 
 class AmpHandle:
     """The handle of the old API, by its names; all other names are those of `autoamp.Handle`.
