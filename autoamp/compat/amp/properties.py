@@ -99,29 +99,28 @@ class _OptLevel:
 class O0(_OptLevel):
     """Plain fp32."""
 
-    brief = "O0: fp32 training."
-    more = "The model stays in fp32, and torch is not patched."
+    brief, more = "O0: fp32 training.", "The model stays in fp32, and torch is not patched."
 
 
 class O1(_OptLevel):
     """Casts by lists."""
 
-    brief = "O1: casts around torch's functions."
-    more = "The model stays in fp32, and the lists decide which functions are called in half precision."
+    brief, more = (
+        "O1: casts around torch's functions.",
+        "The model stays in fp32; lists say what runs in half.",
+    )
 
 
 class O2(_OptLevel):
     """A half model with fp32 masters."""
 
-    brief = "O2: a half model with fp32 master weights."
-    more = "The model is cast to half precision except for batch norms, and the optimizer steps fp32 master weights."
+    brief, more = "O2: a half model.", "Batch norms stay in fp32, and the optimizer steps fp32 master weights."
 
 
 class O3(_OptLevel):
     """A half model."""
 
-    brief = "O3: a half model."
-    more = "The model is cast to half precision, and the optimizer steps the half weights."
+    brief, more = "O3: a half model.", "Batch norms are half too, and the optimizer steps the half weights."
 
 
 opt_levels: dict[str, _OptLevel] = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}
