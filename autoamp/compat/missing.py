@@ -53,6 +53,12 @@ REMEDIES = {
     "apex.fp16_utils": "use apex.fp16_utils.FP16_Optimizer, or apex.amp.initialize(opt_level='O2')",
     "apex.normalization": "use torch.nn.LayerNorm or torch.nn.RMSNorm",
     "apex.optimizers": "use torch.optim with fused=True, such as torch.optim.AdamW(params, fused=True)",
+    "apex.optimizers.Lamb": "use apex.optimizers.FusedLAMB",
+    "apex.optimizers.NpuFusedAdamP": "use timm.optim.AdamP",
+    "apex.optimizers.NpuFusedBertAdam": "use apex.optimizers.FusedAdam(params, lr, bias_correction=False, "
+    "max_grad_norm=1.0) with an LR scheduler for the warmup",
+    "apex.optimizers.NpuFusedLamb": "use apex.optimizers.FusedLAMB",
+    "apex.optimizers.NpuFusedRMSpropTF": "use timm.optim.RMSpropTF",
     "apex.optimizers.FusedAdamSWA": "use torch.optim.AdamW(fused=True) with torch.optim.swa_utils.AveragedModel",
     "apex.parallel": "DistributedDataParallel has no such part here; use torch.nn.parallel.DistributedDataParallel",
     "apex.pyprof": "use torch.profiler, with torch.cuda.nvtx for ranges",

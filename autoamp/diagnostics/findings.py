@@ -219,8 +219,13 @@ def _given_finding(run: Followed, origin: NonFiniteOrigin) -> Overflow:
             )
         data = NotFiniteInFp32(cause="data", tensor=one.name, batch_index=_batch_index(run.value(one.ref)))
         return replace(held, verdict=data, suggestion="look at the data of this batch")
-    why = "it comes from code that is not recorded, such as TorchScript, torch.func, numpy or another library"
-    return replace(held, verdict=NotLocated(why), module=None)
+    why = "code that is not recorded, such as TorchScript, torch.func, numpy or another library"
+    if not any(one.kind == "loss" and run.origin_of(one.ref) is origin for one in run.tape.named):
+        return unlocated(f"it comes from {why}")
+    where = origin.place.location
+    read = f" read at {where}" if where else ""
+    why = f"a tensor{read} held it already: made in an earlier step, such as a running mean, or by {why}"
+    return replace(held, verdict=NotLocated(why), module=None, location=where)
 
 
 def _batch_index(tensor: Tensor) -> int | None:

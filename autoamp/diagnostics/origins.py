@@ -56,7 +56,8 @@ class NonFiniteOrigin:
 
     Attributes:
         op: The operator that made it of finite values; None if it came from outside of the tape.
-        place: Where that was called; for a cast that was made for an op, where the op was.
+        place: Where that was called; for a cast that was made for an op, where the op was. Without an operator it is
+            where the tensor was first read.
         ref: The tensor in which it was first seen.
         value: ``"inf"``, or ``"nan"`` if there is any.
         number: How many operators ran before.
@@ -120,7 +121,7 @@ class Followed(Rerun):
     def before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of an operator that is about to run."""
         inputs = list(_read_by(op, args, kwargs))
-        found = [(tensor, self._origin(ref, tensor)) for ref, tensor in inputs]
+        found = [(tensor, self._origin(ref, tensor, op)) for ref, tensor in inputs]
         self._came = [origin for _, origin in found if origin is not None]
         self._inputs = inputs
         self._sizes = _largest([tensor for tensor, origin in found if origin is None])
@@ -139,7 +140,7 @@ class Followed(Rerun):
                     bare_op(op), before.module, taken.location, taken.names, True, taken.in_place, before.classes
                 )  # fmt: skip
 
-    def _origin(self, ref: Ref, tensor: Tensor) -> NonFiniteOrigin | None:
+    def _origin(self, ref: Ref, tensor: Tensor, reader: Op) -> NonFiniteOrigin | None:
         """Return where the inf or nan of an argument came from; None if it holds none."""
         known = self._flawed.get(ref.memory)
         if known is None and ref.memory not in self._loaded:
@@ -150,7 +151,9 @@ class Followed(Rerun):
         if known is None:
             # A mask that the program made beforehand holds -inf alone, on purpose.
             intended = value == "inf" and not bool(torch.isposinf(tensor).any())
-            known = self._flawed[ref.memory] = NonFiniteOrigin(None, Place(), ref, value, self._number, (), intended)
+            known = self._flawed[ref.memory] = NonFiniteOrigin(
+                None, reader.place, ref, value, self._number, (), intended
+            )
             self.origins.append(known)
         return known
 

@@ -170,7 +170,8 @@ class Overflow:
                 )
             case NotLocated(why=why, watched=steps):
                 watch = f"; watching the next {steps} steps" if steps else ""
-                return f"{self._made() if self.op else 'not located'}: {why}{watch}"
+                found = f"{self.value} before backward" if self.value else "not located"
+                return f"{self._made() if self.op else found}: {why}{watch}"
         return self.kind
 
     def _made(self) -> str:

@@ -75,7 +75,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             if dynamic_loss_scale
             else self._static_scaler(1.0 if static_loss_scale is None else static_loss_scale)
         )
-        self.optimizer = init_optimizer
+        self.optimizer, self.verbose = init_optimizer, verbose
         runtime = current_runtime()
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)

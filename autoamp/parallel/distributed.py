@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,44 +23,28 @@ from autoamp.torch_private import current_graph_task
 _NONE, _OWN, _WIDE = range(3)
 
 
-def split_by_type(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-    """Return the tensors by ``tensor.type()``, such as ``"torch.cuda.HalfTensor"``, in their order."""
-    found: dict[str, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(str(tensor.type()), []).append(tensor)
-    return found
-
-
 @torch.no_grad()
-def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Run a collective on tensors of one type as on a single one, and copy the result into them.
-
-    Args:
-        bucket: Tensors of one dtype and device, one at least, of any shapes. They are written in place.
-        call: The collective, which writes to the tensor that it is given. With `torch.distributed.all_reduce` itself
-            the sum is divided by the world size.
-        extra_args: What else the collective is called with, a sequence; None for nothing.
-    """
-    flat = flatten(bucket)
-    call(flat, *(extra_args or ()))
-    if call is dist.all_reduce:
-        flat /= dist.get_world_size()
-    for tensor, value in zip(bucket, unflatten(flat, bucket), strict=True):
-        tensor.copy_(value)
-
-
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Run a collective on tensors of any dtypes and devices, once for each.
+    """Run a collective on tensors of any dtypes and devices, once for each, and copy the result into them.
 
     A process group must exist.
 
     Args:
-        tensors: They are replaced by the result, in place.
-        call: The collective, as for `apply_flat_dist_call`.
-        extra_args: As for `apply_flat_dist_call`.
+        tensors: Of any shapes. They are written in place.
+        call: The collective, which writes to the tensor that it is given. With `torch.distributed.all_reduce` itself
+            the sum is divided by the world size.
+        extra_args: What else the collective is called with, a sequence; None for nothing.
     """
-    for bucket in split_by_type(tensors).values():
-        apply_flat_dist_call(bucket, call, extra_args)
+    buckets: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(str(tensor.type()), []).append(tensor)
+    for bucket in buckets.values():
+        flat = flatten(bucket)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+        for tensor, value in zip(bucket, unflatten(flat, bucket), strict=True):
+            tensor.copy_(value)
 
 
 class Reducer:

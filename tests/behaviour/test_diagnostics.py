@@ -44,6 +44,20 @@ def test_with_trace_overflow_a_skip_is_explained_by_op_module_line_and_entry() -
     )
 
 
+def test_a_loss_that_is_nan_already_is_told_as_nan_before_backward() -> None:
+    """As in a path-length penalty whose running mean became nan in an earlier step."""
+    handle = started(trace_overflow=True)
+    model, mean = nn.Linear(4, 4), torch.full((), float("nan"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with handle.scale_loss((model(torch.ones(2, 4)).float() - mean).square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    found = handle.last_overflow
+    assert found is not None
+    assert found.cause.startswith(f"nan before backward: a tensor read at {found.location} held it already")
+    assert str(found.location).startswith("tests/behaviour/test_diagnostics.py:")
+
+
 def test_the_suggested_entry_avoids_the_overflow() -> None:
     handle = started(trace_overflow=True, lists={"fp32": ["__mul__", "__rmul__"]})
     overflows(handle)

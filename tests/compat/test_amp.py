@@ -462,7 +462,7 @@ def test_state_is_object_and_module(apex: Any) -> None:
     assert sys.modules["apex.amp._amp_state"]._amp_state is _amp_state
     fresh = AmpState()
     assert (fresh.verbosity, fresh.allow_incoming_model_not_fp32) == (1, False)
-    assert (fresh.min_loss_scale, fresh.max_loss_scale, fresh.loss_scalers) == (None, 2.0**24, [])
+    assert (fresh.min_loss_scale, fresh.max_loss_scale, fresh.loss_scalers) == (None, 2.0**24, ())
     apex.amp.initialize(net(), opt_level="O2", min_loss_scale=2.0, max_loss_scale=2.0**20, verbosity=0)
     assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 2.0**20)
     assert _amp_state.handle.is_active()
@@ -682,6 +682,8 @@ def test_lists_that_a_program_changes_take_effect(apex: Any, way: str) -> None:
 
 def test_native_functions_take_the_same_arguments_in_the_same_order(apex: Any) -> None:
     for name in ["initialize", "scale_loss", "init"]:
-        native = inspect.signature(getattr(autoamp, name)).parameters
-        positional = [p.name for p in native.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        assert positional == list(inspect.signature(getattr(apex.amp, name)).parameters)
+        native, ours = (
+            [p.name for p in inspect.signature(f).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            for f in (getattr(autoamp, name), getattr(apex.amp, name))
+        )
+        assert native == ours

@@ -16,7 +16,7 @@ from autoamp.compat import install_as_apex
 
 PROGRAMS = sorted((Path(__file__).parent / "programs").glob("*.py"))
 # These check fp16 itself, or a loss scale that changes, which bf16 does not need.
-FP16_ONLY = {"bert_flat_allreduce", "fp16_optimizer_by_hand"}
+FP16_ONLY = {"bert_flat_allreduce", "early_checkpoint", "fp16_optimizer_by_hand"}
 CASES = [
     pytest.param(program, dtype, id=f"{program.stem}-{dtype}")
     for dtype in (torch.float16, torch.bfloat16)

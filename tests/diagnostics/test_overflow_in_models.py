@@ -114,7 +114,7 @@ FAULTS = {
     "copied": Fault(copied, HalfPrecisionOp, "mul", BIG_TIMES_BIG),
     "in place": Fault(written_to_half, HalfPrecisionOp, "mul", line_of(written_to_half, "*= 1000.0")),
     # No operator made it.
-    "numpy": Fault(not_seen, NotLocated, None, None),
+    "numpy": Fault(not_seen, NotLocated, None, line_of(not_seen, "from_numpy")),
     "vmap": Fault(torch.vmap(squared), HalfPrecisionOp, "mul", BIG_TIMES_BIG),
     "a function": Fault(steep, NotFiniteInFp32, "Steep", line_of(Steep.backward, "* float"), "backward", scale=1.5),
     "a function in half": Fault(

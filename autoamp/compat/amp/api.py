@@ -11,6 +11,7 @@ import torch
 
 from autoamp import levels, runtime
 from autoamp.compat.alias import Options, options
+from autoamp.compat.amp.copies import check as check_copies
 from autoamp.compat.amp.listed import changed_lists
 from autoamp.compat.amp.properties import as_flag, as_number, as_scale, as_type, opt_levels
 from autoamp.compat.amp.state import AmpHandle, AmpStash, NoOpHandle, amp_state
@@ -40,6 +41,7 @@ def initialize(
     verbosity: Any = 1,
     min_loss_scale: Any = None,
     max_loss_scale: Any = 2.0**24,
+    **of_copies: Any,
 ) -> Any:
     """Set models and optimizers up, as ``apex.amp.initialize`` did; see `autoamp.initialize` for all arguments.
 
@@ -51,8 +53,11 @@ def initialize(
         As `autoamp.initialize`.
 
     Raises:
-        UsageError: A model is wrapped in `DistributedDataParallel` already. Beside it what `autoamp.initialize` raises.
+        UsageError: A model is wrapped in `DistributedDataParallel` already, or an argument of a copy of Apex would
+            change something, such as ``combine_ddp``; others of them are logged. Beside it what `autoamp.initialize`
+            raises.
     """
+    check_copies(of_copies)
     for model in models if isinstance(models, (list, tuple)) else [models]:
         if isinstance(model, DistributedDataParallel):
             raise UsageError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import types
 from typing import Any
 
@@ -88,9 +87,40 @@ def fill(properties: Properties, level: Any, half: torch.dtype) -> Properties:
     return properties
 
 
-def _fill_level(name: str, properties: Properties) -> Properties:
-    return fill(properties, LEVELS[name], options().dtype)
+class _OptLevel:
+    """A level that writes what it stands for into `Properties`, in the alias's half dtype."""
+
+    brief = more = ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        return fill(properties, LEVELS[type(self).__name__], options().dtype)
 
 
-# ``opt_levels["O2"](Properties())`` returns the properties with what the level stands for, in the alias's half dtype.
-opt_levels = {name: functools.partial(_fill_level, name) for name in reversed(LEVELS)}
+class O0(_OptLevel):
+    """Plain fp32."""
+
+    brief, more = "O0: fp32 training.", "The model stays in fp32, and torch is not patched."
+
+
+class O1(_OptLevel):
+    """Casts by lists."""
+
+    brief, more = (
+        "O1: casts around torch's functions.",
+        "The model stays in fp32; lists say what runs in half.",
+    )
+
+
+class O2(_OptLevel):
+    """A half model with fp32 masters."""
+
+    brief, more = "O2: a half model.", "Batch norms stay in fp32, and the optimizer steps fp32 master weights."
+
+
+class O3(_OptLevel):
+    """A half model."""
+
+    brief, more = "O3: a half model.", "Batch norms are half too, and the optimizer steps the half weights."
+
+
+opt_levels: dict[str, _OptLevel] = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0()}

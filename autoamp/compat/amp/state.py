@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autoamp import runtime
 from autoamp.compat.amp.properties import Properties, fill
+from autoamp.compat.amp.unscaling import UnscalesByHand
 from autoamp.compat.early.optimizers import GroupsOfMasters
 from autoamp.compat.early.scalers import CurScale
 from autoamp.errors import UsageError
@@ -25,20 +26,30 @@ from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, read_check
 
 
 class _ScalerField:
-    """An option of a dynamic scaler by Apex's name. A static one shows ``static``, and writing to it does nothing."""
+    """An option of a dynamic scaler by Apex's name. A static one shows ``static``, or what was written to it.
+
+    Args:
+        name: The name here, of the attribute and of the argument.
+        kind: Its type.
+        static: The value of a static scaler.
+    """
 
     def __init__(self, name: str, kind: Callable[[Any], float], static: float | None) -> None:
         self._name, self._kind, self._static = name, kind, static
 
     def __get__(self, view: ScalerView, _: Any = None) -> float | None:
-        return getattr(view._scaler, self._name, self._static)
+        return getattr(view._scaler, self._name, vars(view).get(self._name, self._static))
 
     def __set__(self, view: ScalerView, value: Any) -> None:
         if isinstance(view._scaler, DynamicLossScaler):
-            setattr(view._scaler, self._name, self._kind(value))
+            value = self._kind(value)
+            DynamicLossScaler(1.0, **{self._name: value})  # refuses what no scaler takes
+            setattr(view._scaler, self._name, value)
+        else:
+            vars(view)[self._name] = value
 
 
-class ScalerView:
+class ScalerView(UnscalesByHand):
     """One loss scaler, by the names of Apex. Writing ``_loss_scale`` takes effect.
 
     Args:
@@ -74,7 +85,7 @@ class ScalerView:
     def _unskipped(self, count: int) -> None:
         self._scaler.load_state_dict({"loss_scale": self._scaler.loss_scale, "unskipped": int(count)})
 
-    _scale_seq_len = _ScalerField("growth_interval", int, 0)
+    _scale_seq_len = _ScalerField("growth_interval", int, 2000)
     _max_loss_scale = _ScalerField("max_loss_scale", float, None)
     _min_loss_scale = _ScalerField("min_loss_scale", float, None)
 
@@ -132,7 +143,12 @@ class AmpState:
         self.min_loss_scale: float | None = None
         self.max_loss_scale = 2.0**24
         self.num_losses: int | None = None
-        self._views: list[ScalerView] = []
+        self._views: tuple[ScalerView, ...] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(getattr(type(self), name, None), property):
+            raise UsageError(f"amp._amp_state.{name} cannot be set: call amp.initialize, which makes it anew")
+        super().__setattr__(name, value)
 
     @property
     def opt_properties(self) -> Properties:
@@ -150,14 +166,14 @@ class AmpState:
         return amp_handle()
 
     @property
-    def loss_scalers(self) -> list[ScalerView]:
+    def loss_scalers(self) -> tuple[ScalerView, ...]:
         """A view of each scaler of the last ``initialize``, the same as long as the scaler is; empty before it."""
         runtime = current_runtime()
         scalers = runtime.optimizers.loss_scalers.latest if runtime is not None else []
         if _latest_setup() is not None:
             scalers = scalers[: self.num_losses]
         known = {id(view._scaler): view for view in self._views}
-        self._views = [known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers]
+        self._views = tuple(known.get(id(scaler)) or ScalerView(scaler) for scaler in scalers)
         return self._views
 
 
@@ -258,21 +274,6 @@ class AmpStash(GroupsOfMasters):
         if guard.in_block:
             raise UsageError(f"optimizer.{name}() was called inside a scale_loss block, which does all of it; drop it")
         return guard
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """Half parameters of the model."""
-        return [half for half, _ in self._pairs()]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """Their masters, in the same order."""
-        return [master for _, master in self._pairs()]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """Parameters that are stepped themselves."""
-        return [param for group in self.fp32_from_fp32_groups for param in group]
 
 
 class AmpHandle:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from autoamp.errors import CheckpointError
+from autoamp.tensors import unflatten
 
 
 def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> Mapping[str, Any]:
@@ -64,9 +65,7 @@ def _unskipped(state: Mapping[str, Any]) -> int:
 
 def _parts(flat: Tensor, masters: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of the parts of a flat tensor, shaped as the masters."""
-    sizes = [master.numel() for master in masters]
-    pieces = flat.detach().reshape(-1).split(sizes) if sizes else ()
-    return [piece.reshape(master.shape).clone() for piece, master in zip(pieces, masters, strict=True)]
+    return [part.clone() for part in unflatten(flat.detach().reshape(-1), masters)]
 
 
 def _split_inner(inner: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, Any]:

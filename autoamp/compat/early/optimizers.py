@@ -15,10 +15,11 @@ from torch import Tensor
 
 from autoamp import fp16_utils, optimizers
 from autoamp.compat.early.checkpoints import converted_state
-from autoamp.compat.early.scalers import CurScale, PokedDynamicScaler, PokedStaticScaler
+from autoamp.compat.early.scalers import Iterations, PokedDynamicScaler, PokedStaticScaler
 from autoamp.errors import UsageError
 from autoamp.formulas import clipped
 from autoamp.scaling import DynamicLossScaler, widened
+from autoamp.tensors import flatten, unflatten
 
 
 class FusedAdam(optimizers.FusedAdam):
@@ -207,8 +208,23 @@ class GroupsOfMasters:
         masters = {id(master) for _, master in self._pairs()}
         return [[param for param in group["params"] if id(param) not in masters] for group in self.param_groups]
 
+    @property
+    def all_fp16_params(self) -> list[Tensor]:
+        """Half parameters of the model."""
+        return [half for half, _ in self._pairs()]
 
-class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
+    @property
+    def all_fp32_from_fp16_params(self) -> list[Tensor]:
+        """Their masters, in the same order."""
+        return [master for _, master in self._pairs()]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[Tensor]:
+        """Parameters that are stepped themselves."""
+        return [param for group in self.fp32_from_fp32_groups for param in group]
+
+
+class FP16_Optimizer(Iterations, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # noqa: N801
     """`autoamp.FP16_Optimizer` with the attributes that programs of early 2019 read and write.
 
     The arguments are those of `autoamp.FP16_Optimizer`. ``cur_scale`` is there twice: on ``loss_scaler``, as in
@@ -216,23 +232,55 @@ class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # n
     """
 
     _static_scaler, _dynamic_scaler = PokedStaticScaler, PokedDynamicScaler
-    # What `CurScale` reads and writes.
+    # What `Iterations` reads and writes.
     _scaler = fp16_utils.FP16_Optimizer.loss_scaler
+    _steps = property(lambda self: self._guard.skips.steps)
     # Its name in `apex.fp16_utils`.
-    loss_scale = CurScale.cur_scale
+    loss_scale = Iterations.cur_scale
+    # Programs save and load it; closures need no such note here.
+    first_closure_call_this_step = True
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the scale adapts to overflows."""
+        """Whether the scale adapts to overflows. UsageError: the other value is written."""
         return isinstance(self.loss_scaler, DynamicLossScaler)
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, dynamic: bool) -> None:
+        if bool(dynamic) is not self.dynamic_loss_scale:
+            raise UsageError(
+                f"dynamic_loss_scale={dynamic!r} does not fit a scale that was made with {self.dynamic_loss_scale}; "
+                f"build the FP16_Optimizer with dynamic_loss_scale={bool(dynamic)}"
+            )
+
+    @property
+    def overflow(self) -> bool:
+        """See `autoamp.FP16_Optimizer.overflow`. What is written is the verdict on the last step."""
+        return super().overflow
+
+    @overflow.setter
+    def overflow(self, overflow: bool) -> None:
+        self._guard.skips.step.skipped_by = self.loss_scaler if overflow else None
 
     # Its name in `apex.contrib.optimizers`.
     fp32_groups = GroupsOfMasters.fp32_from_fp16_groups
 
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The masters of each group as one tensor of one dimension, whose memory is theirs from the first read on.
+
+        Write to it before the model runs, as where a checkpoint is loaded: torch does not report writes through
+        ``.data``.
+        """
+        self._masters.refresh()
+        flats = [_flat(group) for group in self.fp32_groups]
+        self._masters.copy_down()
+        return flats
+
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"FP16_Optimizer has no {name!r}: parameters and masters are not flat here; use fp16_groups and fp32_groups"
-            if name.endswith("_groups_flat")
+            f"FP16_Optimizer has no {name!r}: parameters are not flattened; use fp16_groups and fp32_from_fp16_groups"
+            if name == "fp16_groups_flat"
             else f"'FP16_Optimizer' object has no attribute {name!r}"
         )
 
@@ -244,3 +292,15 @@ class FP16_Optimizer(CurScale, GroupsOfMasters, fp16_utils.FP16_Optimizer):  # n
         """
         known = isinstance(state_dict, Mapping)
         super().load_state_dict(converted_state(state_dict, self.fp32_groups) if known else state_dict)
+
+
+def _flat(masters: Sequence[Tensor]) -> Tensor:
+    """Return a group's masters as one tensor. Where they do not lie side by side yet, their data move into it."""
+    ends = itertools.accumulate((master.nbytes for master in masters), initial=masters[0].data_ptr() if masters else 0)
+    parts = [master.detach() for master in masters]
+    if all(part.is_contiguous() and part.data_ptr() == at for part, at in zip(parts, ends, strict=False)) and parts:
+        return parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
+    flat = flatten(parts) if parts else torch.empty(0)
+    for master, part in zip(masters, unflatten(flat, masters), strict=True):
+        master.data = part
+    return flat

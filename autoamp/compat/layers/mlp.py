@@ -140,7 +140,7 @@ class FusedDenseGeluDense(Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output, shape ``(*, out_features)``, for input of ``(*, in_features)``."""
-        return fused_dense_gelu_dense_function(input, self.weight1, self.bias1, self.weight2, self.bias2)
+        return F.linear(F.gelu(F.linear(input, self.weight1, self.bias1)), self.weight2, self.bias2)
 
     def extra_repr(self) -> str:
         """Say what the constructor was given."""
@@ -150,21 +150,3 @@ class FusedDenseGeluDense(Module):
 def fused_dense_function(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return ``input @ weight.T + bias``; shapes ``(*, n)``, ``(m, n)``, ``(m,)``."""
     return F.linear(input, weight, bias)
-
-
-def fused_dense_gelu_dense_function(
-    input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
-) -> Tensor:
-    """Return ``gelu(input @ weight1.T + bias1) @ weight2.T + bias2``, with the exact GELU, by erf.
-
-    Args:
-        input: Shape ``(*, in_features)``.
-        weight1: Shape ``(intermediate_features, in_features)``.
-        bias1: Shape ``(intermediate_features,)``.
-        weight2: Shape ``(out_features, intermediate_features)``.
-        bias2: Shape ``(out_features,)``.
-
-    Returns:
-        Shape ``(*, out_features)``.
-    """
-    return F.linear(F.gelu(F.linear(input, weight1, bias1)), weight2, bias2)

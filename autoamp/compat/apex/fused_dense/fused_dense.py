@@ -1,8 +1,3 @@
 """The tree's `apex.fused_dense.fused_dense`."""
 
-from autoamp.compat.layers.mlp import (
-    FusedDense,
-    FusedDenseGeluDense,
-    fused_dense_function,
-    fused_dense_gelu_dense_function,
-)
+from autoamp.compat.layers.mlp import FusedDense, FusedDenseGeluDense, fused_dense_function
