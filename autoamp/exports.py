@@ -8,6 +8,13 @@ from __future__ import annotations
 from autoamp.checkpoints import DistributedState as DistributedState
 from autoamp.cli import load_ipython_extension as load_ipython_extension
 from autoamp.compat import watch_fastai1 as _watch_fastai1
+from autoamp.diagnostics import BaseHandle as BaseHandle
+from autoamp.diagnostics import Handle as Handle
+from autoamp.diagnostics import NoOpHandle as NoOpHandle
+from autoamp.diagnostics import compose as _compose
+from autoamp.diagnostics import current_handle as current_handle
+from autoamp.diagnostics import init as init
+from autoamp.diagnostics import region as region
 from autoamp.errors import AutoampError as AutoampError
 from autoamp.errors import BannedFunctionError as BannedFunctionError
 from autoamp.errors import CheckpointError as CheckpointError
@@ -25,17 +32,11 @@ from autoamp.levels import master_params as master_params
 from autoamp.levels import scale_loss as scale_loss
 from autoamp.levels import state_dict as state_dict
 from autoamp.memory import keep_freed_memory as keep_freed_memory
-from autoamp.runtime import BaseHandle as BaseHandle
-from autoamp.runtime import Handle as Handle
-from autoamp.runtime import NoOpHandle as NoOpHandle
 from autoamp.runtime import Region as Region
-from autoamp.runtime import current_handle as current_handle
 from autoamp.runtime import disable_casts as disable_casts
 from autoamp.runtime import float_function as float_function
 from autoamp.runtime import half_function as half_function
-from autoamp.runtime import init as init
 from autoamp.runtime import promote_function as promote_function
-from autoamp.runtime import region as region
 from autoamp.runtime import register_float_function as register_float_function
 from autoamp.runtime import register_half_function as register_half_function
 from autoamp.runtime import register_promote_function as register_promote_function
@@ -44,4 +45,5 @@ from autoamp.scaling import LossScaler as LossScaler
 from autoamp.scaling import StaticLossScaler as StaticLossScaler
 from autoamp.tuning import report_metric as report_metric
 
+_compose()
 _watch_fastai1()

@@ -14,14 +14,14 @@ from torch.utils.benchmark import Timer
 
 from autoamp.cli.output import aligned, show
 from autoamp.compat import added_to_real_apex, real_apex
-from autoamp.diagnostics import Consistency, versions
+from autoamp.diagnostics import BaseHandle, Consistency, current_handle, init
 from autoamp.errors import ListFileError, UsageError, kind_of
 from autoamp.half_units import HALF_NAMES, default_half_dtype, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
 from autoamp.memory import why_not_kept
 from autoamp.ops import expand
 from autoamp.rules import ENVIRONMENT_VARIABLE, shipped_sets
-from autoamp.runtime import Region, Settings, check_device, current_handle, device_type_of, disable_casts, init
+from autoamp.runtime import Region, Settings, check_device, device_type_of, disable_casts, versions
 from autoamp.tensors import dtype_name
 
 
@@ -44,7 +44,7 @@ def doctor(chosen: argparse.Namespace) -> int:
         sections["Measured"] = _measured(kind)
     try:
         sections["Lists"] = _lists(kind)
-        with Region(True, Settings.from_arguments()) as handle:
+        with Region[BaseHandle](True, Settings.from_arguments()) as handle:
             names = sorted(name for name in handle.late_bound if not name.startswith("torch."))
         told = f"{len(names)} are rebound by init" + (":" if names else "")
         sections["Names bound before init"] = [told, *(f"  {name}" for name in names)]

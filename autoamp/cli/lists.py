@@ -9,9 +9,9 @@ import torch
 
 from autoamp.cli.output import aligned
 from autoamp.cli.session import half_dtype
-from autoamp.diagnostics import check_lists, explain
+from autoamp.diagnostics import AutocastDifference, autocast_differences, check_lists, explain
 from autoamp.errors import UsageError
-from autoamp.ops import AutocastDifference, autocast_differences, expand
+from autoamp.ops import expand
 from autoamp.rules import CastPolicy, CastRule, CastTable, package_tables
 from autoamp.runtime import Settings, device_type_of
 

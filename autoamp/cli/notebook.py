@@ -54,8 +54,7 @@ def _parsed(line: str) -> argparse.Namespace:
 def _run(chosen: argparse.Namespace) -> Any:
     """Do what a parsed line asks for. Returns what IPython displays."""
     from autoamp.cli.session import half_dtype
-    from autoamp.diagnostics import report_page
-    from autoamp.runtime import current_handle, init
+    from autoamp.diagnostics import current_handle, init, report_page
 
     handle = current_handle()
     if chosen.action == "on":

@@ -29,11 +29,12 @@ from autoamp import runtime, tuning
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, half_dtype, set_up
+from autoamp.diagnostics import BaseHandle
 from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype, has_units, missing_units
 from autoamp.program import listen
 from autoamp.rules import ENVIRONMENT_VARIABLE, load_table, package_tables
-from autoamp.runtime import BaseHandle, Settings, check_device
+from autoamp.runtime import Settings, check_device
 
 # The first steps also allocate memory and compile kernels, so they are not timed.
 _WARM_UP = 2

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from autoamp import runtime
+from autoamp import diagnostics, runtime
 from autoamp.cli.command import DTYPES
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
-from autoamp.diagnostics import Counts, HalfLosses, sum_of, versions
+from autoamp.diagnostics import BaseHandle, Counts, HalfLosses, Handle, diagnostics_of, sum_of
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype_with_units, log_fp32
 from autoamp.levels import LevelName, check_level
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.rules import package_tables
-from autoamp.runtime import BaseHandle, Handle, OnNonfinite, Runtime, runtime_of
+from autoamp.runtime import OnNonfinite, Runtime, runtime_of, versions
 from autoamp.scaling import StaticLossScaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
 
@@ -115,13 +115,13 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
         )
     if options.capsule is not None and options.opt_level != "O1":
         raise UsageError(f"capsule=: expected opt_level=O1, got {options.opt_level}; capsules are of O1 alone")
-    handle: BaseHandle = runtime.NoOpHandle()
+    handle: BaseHandle = diagnostics.NoOpHandle()
     device_type, default = _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
         log_fp32(device_type or "cpu")
         options = replace(options, opt_level="O0")
     if options.opt_level == "O1":
-        handle = runtime.init(
+        handle = diagnostics.init(
             dtype=dtype or default, device_type=device_type, lists=options.lists or None, loss_scale=loss_scale,
             scope="modules", trace_overflow=options.trace_overflow, capsule=options.capsule,
             on_nonfinite=options.on_nonfinite,
@@ -200,11 +200,11 @@ class Run:
 
     @property
     def _now(self) -> BaseHandle:
-        return runtime.current_handle() or self.handle
+        return diagnostics.current_handle() or self.handle
 
     def end_recording(self) -> dict[str, Any]:
         """Stop recording and return the recorded values; none if nothing was recorded."""
-        recording = runtime_of(self._now).recording
+        recording = diagnostics_of(self._now).recording
         if recording is None:
             return {}
         recording.stop()
@@ -212,7 +212,7 @@ class Run:
 
     def _count(self, handle: BaseHandle) -> None:
         """Count the calls and casts under a handle, and the parameters of models by their dtype."""
-        runtime_of(handle).half_losses = self._half_losses
+        diagnostics_of(handle).half_losses = self._half_losses
         counts = handle.count()
         # A handle that was suspended, in favour of a region's, goes on with its own.
         if counts not in self._counts:
@@ -263,7 +263,7 @@ class Run:
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
         now.models.buffer_losses.clear()
-        now.overflows.all.clear()
+        diagnostics_of(self._now).overflows.all.clear()
         done = now.optimizers.step_stats
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
@@ -317,7 +317,7 @@ class Run:
             lost_params=len(self._half_losses.lost),
             half_params=len(self._half_losses.seen),
             # A sentence for each overflow that was logged once, and came in more steps.
-            repeated=now.overflows.repeated,
+            repeated=diagnostics_of(self._now).overflows.repeated,
             # The result of `keep_freed_memory`; None if it was not called.
             memory=self._memory,
             peak_rss=peak_rss(),

@@ -7,7 +7,6 @@ from autoamp.diagnostics.call_sites import spellings as spellings
 from autoamp.diagnostics.capsule import Capsule as Capsule
 from autoamp.diagnostics.capsule import CapsuleWriter as CapsuleWriter
 from autoamp.diagnostics.capsule import load_capsule as load_capsule
-from autoamp.diagnostics.capsule import versions as versions
 from autoamp.diagnostics.casts import CastTrace as CastTrace
 from autoamp.diagnostics.casts import Counts as Counts
 from autoamp.diagnostics.casts import Row as Row
@@ -19,6 +18,18 @@ from autoamp.diagnostics.consistency import Difference as Difference
 from autoamp.diagnostics.explain import Explanation as Explanation
 from autoamp.diagnostics.explain import explain as explain
 from autoamp.diagnostics.half_losses import HalfLosses as HalfLosses
+from autoamp.diagnostics.handle import BaseHandle as BaseHandle
+from autoamp.diagnostics.handle import Diagnostics as Diagnostics
+from autoamp.diagnostics.handle import Handle as Handle
+from autoamp.diagnostics.handle import NoOpHandle as NoOpHandle
+from autoamp.diagnostics.handle import compose as compose
+from autoamp.diagnostics.handle import current_handle as current_handle
+from autoamp.diagnostics.handle import diagnostics_of as diagnostics_of
+from autoamp.diagnostics.handle import init as init
+from autoamp.diagnostics.handle import region as region
+from autoamp.diagnostics.list_checks import AutocastDifference as AutocastDifference
+from autoamp.diagnostics.list_checks import autocast_differences as autocast_differences
+from autoamp.diagnostics.list_checks import check_lists as check_lists
 from autoamp.diagnostics.monitors import Followers as Followers
 from autoamp.diagnostics.monitors import write_scalars as write_scalars
 from autoamp.diagnostics.observer import Call as Call
@@ -44,4 +55,4 @@ from autoamp.diagnostics.verdicts import NotLocated as NotLocated
 from autoamp.diagnostics.verdicts import Overflow as Overflow
 from autoamp.diagnostics.verdicts import OverflowVerdict as OverflowVerdict
 from autoamp.diagnostics.verdicts import ScaleSearch as ScaleSearch
-from autoamp.ops import check_lists as check_lists
+from autoamp.runtime import versions as versions

@@ -10,8 +10,6 @@ import io
 import itertools
 import json
 import logging
-import platform
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import torch
 from autoamp.diagnostics.findings import explain_tape
 from autoamp.diagnostics.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 from autoamp.errors import TapeError, UsageError
+from autoamp.runtime import versions
 from autoamp.stepping import several_processes
 from autoamp.tape import Tape, load_tape, save_tape
 
@@ -138,9 +137,3 @@ def load_capsule(path: str | Path) -> Capsule:
         raise UsageError(f"cannot load {shown}: {error}") from None
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"{shown} is a damaged capsule: {type(error).__name__}") from None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of autoamp, torch and Python."""
-    ours = str(getattr(sys.modules.get("autoamp"), "__version__", "unknown"))
-    return {"autoamp": ours, "torch": str(torch.__version__), "python": platform.python_version()}

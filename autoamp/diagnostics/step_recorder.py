@@ -36,8 +36,8 @@ from autoamp.torch_private import (
 
 log = logging.getLogger(__name__)
 
-# So many module calls and losses of one step are on a tape.
-_MAX_CALLS = 256
+# So many module calls and losses of one step are on a tape; so many calls of one model if nobody asked for it.
+_MAX_CALLS, _UNASKED_CALLS = 256, 2
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
 # After a skip at most so many steps are recorded, until one is clean.
@@ -131,7 +131,7 @@ class StepRecorder(Listener):
         self.paused = False
         self.inferences: Any = None
         self._listeners = listeners
-        self._always = always
+        self._always = self._is_asked = always
         # So many steps from here on are recorded, until one of this optimizer is clean.
         self._watched = 0
         self._watched_for: weakref.ref[Skips] | None = None
@@ -211,8 +211,8 @@ class StepRecorder(Listener):
         outer = self.step.recording
         if outer is not None:
             outer.pause()
-        before = self.step, self._watched, self.paused, self._places
-        self.step, self._watched, self.paused = RecordedStep(is_recorded=True), WATCHED_STEPS, False
+        before = self.step, self._watched, self.paused, self._places, self._is_asked
+        self.step, self._watched, self.paused, self._is_asked = RecordedStep(is_recorded=True), 1, False, True
         self._places = CallPlaces()
         self._listeners.add(self)
         self._record(limit=math.inf, undoes=True)
@@ -220,7 +220,7 @@ class StepRecorder(Listener):
             yield self.step
         finally:
             self.end_step()
-            self.step, self._watched, self.paused, self._places = before
+            self.step, self._watched, self.paused, self._places, self._is_asked = before
             if outer is not None and not self.step.ended:
                 outer.resume()
                 self._inside.recording = outer
@@ -342,6 +342,9 @@ class StepRecorder(Listener):
             why = "the program uses torch.compile"
         elif len(step.models) >= _MAX_CALLS:
             why = f"the step has more than {_MAX_CALLS} calls of models"
+        elif not self._is_asked and sum(one is module for one, _, _ in step.models) >= _UNASKED_CALLS:
+            # The memory of a rollout is not for what nobody asked for.
+            why = f"the step has more than {_UNASKED_CALLS} calls of one model"
         if why is not None:
             self.stop(why)
             return

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from autoamp.errors import UsageError
 from autoamp.modules import BufferWrites, ForwardDtypes
-from autoamp.runtime import Handle, NoOpHandle, Runtime, Settings, current_handle, put_handle, runtime_of
+from autoamp.runtime import Handle, Runtime, Settings, current_handle, handles, put_handle, runtime_of
 from autoamp.scaling import LossScaler
 from autoamp.stepping import check_half_model
 from autoamp.tensors import HALF_DTYPES
@@ -151,7 +151,7 @@ def end(models: Sequence[Module]) -> None:
             "initialize(enabled=False) ends mixed precision in the process, and another model of an earlier call is in "
             "use; leave this call out, or end all earlier calls by autoamp.current_handle().deactivate()"
         )
-    put_handle(NoOpHandle())
+    put_handle(handles.disabled())
 
 
 def _earlier_setups(models: Sequence[Module]) -> dict[Module, Setup]:
@@ -184,7 +184,7 @@ def _handle_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any
     handle = current_handle()
     if handle is None or not earlier:
         put_handle(None)
-        handle = Handle(settings, on=on, scalers=setup.scalers)
+        handle = handles.enabled(settings, on=on, scalers=setup.scalers)
     else:
         runtime_of(handle).grow(settings, models, optimizers, on=on)
     shared = next((one.scalers for one in earlier.values() if one.key == setup.key), None)

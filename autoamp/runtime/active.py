@@ -10,12 +10,12 @@ from typing import Any
 from autoamp.errors import UsageError
 from autoamp.rules import CastPolicy
 from autoamp.runtime.dtype_notes import add_dtype_note
-from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
+from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
 from autoamp.runtime.registry import Registry
 from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 
-activated: list[Callable[[Handle], object]] = []
+activated: list[Callable[[Any], object]] = []
 """Called with a handle whose patches were put in place: by `init`, `initialize` or a region that begins or ends."""
 
 
@@ -28,11 +28,14 @@ class ActiveHandles:
     Attributes:
         lock: Taken while handles come and go.
         registry: The functions that were decorated and registered.
+        enabled, disabled: The classes of handles that are made: those of `autoamp` look on too.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.registry = Registry(self.lock)
+        self.enabled: type[Handle] = Handle
+        self.disabled: type[NoOpHandle] = NoOpHandle
         self._handle: Handle | None = None
         self._base: BaseHandle | None = None
         self._open: list[tuple[Handle, int]] = []

@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy
 import torch
@@ -17,11 +17,12 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.half_units import falls_back_to_fp32
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
-from autoamp.runtime.handle import BaseHandle, Handle, NoOpHandle, runtime_of
+from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
 from autoamp.runtime.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
 
+H = TypeVar("H", bound=BaseHandle)
 _Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
 
 
@@ -84,7 +85,7 @@ def init(
         base = handles.base
         if isinstance(base, Handle) and base.settings == settings:
             return base
-        handle = NoOpHandle() if settings is None else Handle(settings)
+        handle = handles.disabled() if settings is None else handles.enabled(settings)
         handles.put_base(handle)
         return handle
 
@@ -114,7 +115,7 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
     return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
 
-class Region:
+class Region(Generic[H]):
     """A context manager: torch is patched within. Made by `region()`; it can be entered again."""
 
     def __init__(self, enabled: bool, settings: Settings | None) -> None:
@@ -123,14 +124,14 @@ class Region:
         # By thread, one block for each time that the thread has entered the region.
         self._entered: dict[int, list[contextlib.ExitStack]] = {}
 
-    def __enter__(self) -> BaseHandle:
+    def __enter__(self) -> H:
         needs_own = self._settings is None and handles.handle is None
         with contextlib.ExitStack() as block:
             if not self._enabled or (needs_own and falls_back_to_fp32(None, default_device_type())):
                 block.enter_context(disable_casts())
                 handle: BaseHandle | None = handles.handle
                 if handle is None:
-                    handle = NoOpHandle()
+                    handle = handles.disabled()
                     block.callback(handle.deactivate)
             else:
                 handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))
@@ -139,7 +140,7 @@ class Region:
                 on = None if self._settings is not None and casts.in_modules else True
                 block.enter_context(casts.switched(on, forced_off=False))
             self._entered.setdefault(threading.get_ident(), []).append(block.pop_all())
-        return handle
+        return handle  # type: ignore[return-value]
 
     def __exit__(self, *exc_info: Any) -> None:
         self._entered[threading.get_ident()].pop().__exit__(*exc_info)
@@ -147,10 +148,10 @@ class Region:
     @functools.cached_property
     def _own_handle(self) -> Handle:
         """The region's own handle, kept from entry to entry, and with it the loss scale."""
-        return Handle(self._settings or Settings.from_arguments(), on=False)
+        return handles.enabled(self._settings or Settings.from_arguments(), on=False)
 
 
-def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region:
+def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region[BaseHandle]:
     """Patch torch inside a ``with`` statement only: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
 
     A region with settings casts only in the thread that enters it; with ``scope="modules"`` it casts within modules

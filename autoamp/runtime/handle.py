@@ -1,294 +1,339 @@
-"""The handle: what users hold of patched torch, its loss scaling and its diagnostics; and the disabled handle."""
+"""The handle: patches, precisions of modules, loss scaling and checkpoints; and the disabled handle."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
-from autoamp.diagnostics import (
-    CastTrace,
-    Consistency,
-    ConsistencyCheck,
-    Counts,
-    Explanation,
-    Followers,
-    Observer,
-    Overflow,
-    RangeProfile,
-    ReportRecording,
-    Watch,
-    explain,
-    report_of,
-    write_report,
-    write_scalars,
-)
+from autoamp.casting import CastCache
 from autoamp.errors import UsageError, kind_of
-from autoamp.kernels import Backend
-from autoamp.program import Listeners, listen
-from autoamp.rules import CastTable
-from autoamp.runtime.runtime import Runtime
+from autoamp.kernels import Backend, backend
+from autoamp.modules import Override
+from autoamp.rules import CastRule, CastTable
+from autoamp.runtime.runtime import Looks, Runtime
 from autoamp.runtime.settings import Settings
-from autoamp.runtime.training import TrainingHandle
-from autoamp.scaling import is_count
-from autoamp.stepping import Step, as_list, stepped_params
+from autoamp.scaling import LossScaler, is_count, make_scaler
+from autoamp.stepping import RequestedGroup, as_list, stepped_params, wrap_optimizer
+
+Precision = Literal["fp32", "fp16", "none"]
+"""What `override` runs a module in."""
 
 
-class BaseHandle(TrainingHandle):
+class BaseHandle:
     """Patched torch, and the loss scaling that goes with it. There is one active handle at a time.
 
     `init` and ``with autoamp.region(...)`` return it: a `Handle`, or a `NoOpHandle` if autoamp is disabled. Code runs
     unchanged with ``enabled=False``.
     """
 
+    make_looks: type[Looks] = Looks
+    """Makes what looks on at a handle of this class."""
+
+    def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
+        self._runtime = Runtime(settings, self.make_looks(), on=on, scalers=scalers)
+
     @property
-    def overflows(self) -> tuple[Overflow, ...]:
-        """What the last 1000 explained skips came from. With ``trace_overflow=True`` every skip is explained."""
-        return tuple(self._runtime.overflows.all)
+    def _active_runtime(self) -> Runtime:
+        self._runtime.check_active()
+        return self._runtime
 
-    def observe(self, observer: Observer) -> Watch:
-        """Report each call of a patched function to an observer. Several observers can be active at once.
+    @property
+    def settings(self) -> Settings:
+        """The settings of the handle: ``dtype``, ``device_type``, the ``table`` of rules and others."""
+        return self._runtime.settings
 
-        Starting the first observer and stopping the last one installs the replacements again, which takes tens of
-        milliseconds. In between each call costs a few microseconds more. Compiled code is not observed.
+    def __repr__(self) -> str:
+        """Tell what it casts, where, by which lists, and how training goes."""
+        settings, scalers = self.settings, self._runtime.optimizers.scalers
+        # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
+        scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
+        lists = sorted({rule.origin.path for rule in settings.table.rules})
+        level = f"opt_level={settings.opt_level!r}, " if settings.opt_level else ""
+        return (
+            f"<autoamp.Handle {'active' if self.is_active() else 'not active'}: {level}{settings.dtype} on "
+            f"{settings.device_type}, lists={lists}, loss_scale={scales}, skipped_steps={self.skipped_steps}>"
+        )
 
-        Args:
-            observer: An `autoamp.diagnostics.Observer`.
+    # A handle belongs to the process: a copy of what refers to it refers to the same one.
 
-        Returns:
-            An object whose ``stop()`` ends the observation; also a context manager. `deactivate` ends it too.
+    def __copy__(self) -> Self:
+        return self
 
-        Raises:
-            UsageError: The handle is not active, or ``observer`` is not an observer.
-        """
-        return self._active_runtime.observation.observe(observer)
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
 
-    def count(self) -> Counts:
-        """Count the calls of listed functions and the casts of their arguments. Costs some microseconds per call.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a handle cannot be pickled: it belongs to the process that patched torch; save its state_dict(), and call "
+            "init() or initialize() in the other process"
+        )
 
-        Returns:
-            The counts. Their ``stop()`` ends the counting; also a context manager. `deactivate` ends it too.
+    # -- lifecycle --
 
-        Raises:
-            UsageError: The handle is not active.
-        """
-        run = self._active_runtime
-        if run.call_counts is None or not run.call_counts.active:
-            run.call_counts = Counts(run.observation)
-            run.observation.observe(run.call_counts)
-        return run.call_counts
+    def is_active(self) -> bool:
+        """Whether this handle's patches are in place."""
+        return self._runtime.patched.in_place
 
-    def trace(self) -> CastTrace:
-        """Trace the casts inside a ``with`` statement: for each op and line the casts, the spared casts and the dtypes.
-
-        Results are bitwise the same as without a trace, but for code that takes another kernel while a
-        `TorchDispatchMode` is active: packed weights in `inference`, and cuDNN's recurrent layers. ``print(trace)``
-        shows a table. The trace also has ``to_dict`` and ``to_json``.
-
-        Raises:
-            UsageError: The handle is not active.
-        """
-        return CastTrace(self._active_runtime.observation)
-
-    def profile_ranges(self) -> RangeProfile:
-        """Profile the ranges of values inside a ``with`` statement. Casts are off in this thread meanwhile.
-
-        Results are bitwise those of fp32. ``print(ranges)`` shows a table and a verdict on fp16 and bf16. The profile
-        also has ``to_dict`` and ``to_json``.
-
-        Raises:
-            UsageError: The handle is not active.
-        """
-        return RangeProfile(self._active_runtime.observation, lambda: self.loss_scale)
-
-    def record(self, *, sample: bool = True) -> ReportRecording:
-        """Record for `report`: the loss scale and the skips of all steps, casts and values of sampled steps.
-
-        Steps 0, 10 and 100, and each 1000th are sampled. A sample starts at the first model call that records
-        gradients. It ends with the step, or after 5,000 calls of listed functions. What half precision loses without an
-        inf is looked for in steps 1, 4, 16, 64 and so on of each optimizer. No result changes.
-
-        Args:
-            sample: Whether to sample steps.
+    def deactivate(self) -> tuple[str, ...]:
+        """Restore torch, the optimizers and the modules. Every patched attribute is again the original object.
 
         Returns:
-            The recording. Its ``stop()`` ends it; also a context manager. `deactivate` ends it too.
-
-        Raises:
-            UsageError: The handle is not active.
+            The names that another library patched after autoamp. They are not restored.
         """
-        run = self._active_runtime
-        if run.recording is None or not run.recording.active:
-            run.recording = run.new_recording(sample=sample).start()
-        return run.recording
+        return self._runtime.deactivate()
 
-    def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Return the recording since `record` as plain JSON values, and write it to a file.
+    @property
+    def skipped_rules(self) -> tuple[CastRule, ...]:
+        """The rules of shipped list sets for ops that the installed torch lacks."""
+        return self._runtime.patched.skipped_rules
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """The names that other modules imported from torch before ``init()``, and that ``init()`` rebound."""
+        return self._runtime.patched.patches.late_bound
+
+    # -- casts --
+
+    @property
+    def cache(self) -> CastCache:
+        """The cache of parameter casts."""
+        return self._runtime.casts.cache
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn casts off within a ``with`` statement, on this thread."""
+        return self._runtime.casts.switched(False, forced_off=True)
+
+    @contextlib.contextmanager
+    def inference(self, model: Module) -> Iterator[Module]:
+        """Keep the casts of a model's weights inside a ``with`` statement. Do not change the weights meanwhile.
+
+        If gradients are not recorded, each parameter is cast once, at its first use. On a CPU with bf16 units the cast
+        is kept in oneDNN's own layout. A write to a weight inside the block has no effect on its cast. The casts take
+        about half the memory of the fp32 weights.
 
         Args:
-            path: ``.html`` or ``.htm`` for a self-contained page, any other name for JSON, None for no file. A disabled
-                handle returns ``{}`` and writes no file.
+            model: The model.
 
         Raises:
-            UsageError: Nothing was recorded, Jinja2 is not installed for a page, or the file cannot be written.
-        """
-        found = report_of(self._runtime.recording, self._runtime.nonfinite, self.settings.table)
-        if path is not None:
-            write_report(path, found)
-        return found
-
-    def explain(self, name: str) -> Explanation:
-        """Return the rules of this handle's lists that apply to an op, with their files and lines.
-
-        Args:
-            name: Such as ``"softmax"``, ``"exp_"`` or ``"torch.nn.functional.softmax"``.
-
-        Raises:
-            UsageError: torch has no op of this name, and no rule names it.
-        """
-        return explain(self.settings.table, name)
-
-    def consistency(self, model: Module, *inputs: Any, backend: Any = "inductor", **named_inputs: Any) -> Consistency:
-        """Compare what a model computes on each path with what it computes in training.
-
-        The training pass is a call with gradients on. The other paths are both kinds of checkpoint, `torch.no_grad`,
-        `torch.inference_mode`, ``model.eval()``, `inference`, a thread as of DataParallel, and `torch.compile`. Each
-        path has the same inputs, random states and buffers. Of eager paths the first call with another dtype is named,
-        or else the first with other bits; of ``eval()`` and compiled code, dtypes alone are compared.
-
-        What the calls write to tensors, random generators and attributes of modules is undone, and no gradient is
-        touched. Files, globals and numpy arrays that ``forward`` writes to are not restored, and torch.compile keeps
-        the code that it made. A checkpoint is around the whole model.
-
-        Args:
-            model: The model, in the mode in which it trains. One that `torch.compile` returned is unwrapped.
-            inputs: What it is called with.
-            backend: That of `torch.compile`; None to leave compiled code out.
-            named_inputs: What it is called with by name.
-
-        Raises:
-            UsageError: The handle is not active, or ``model`` is not a module, or ``model.compile()`` was called.
+            UsageError: ``model`` is not a module.
         """
         if not isinstance(model, Module):
-            raise UsageError(f"consistency() takes a torch.nn.Module, not {kind_of(model)}")
-        # What torch.compile returned has the model that it was given.
-        model = getattr(model, "_orig_mod", model)
-        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise UsageError(f"inference() takes a torch.nn.Module, not {kind_of(model)}")
+        with self._runtime.casts.cache.pin(list(model.parameters())):
+            yield model
+
+    def override(self, module: Module, precision: Precision | None = None) -> Override:
+        """Run a module, and everything that it calls, in its own precision, in forward and backward.
+
+        Args:
+            module: The module. Without ``precision``: the model to which the path patterns of the lists apply.
+            precision: ``"fp32"``: floating inputs are cast to fp32, and no op inside is cast. ``"fp16"``: inputs are
+                cast to the half dtype in use and the lists apply inside, even within an ``"fp32"`` module. ``"none"``:
+                inputs keep their dtypes, and no op inside is cast.
+
+        Returns:
+            An object with ``undo()``, which is also a context manager.
+
+        Raises:
+            UsageError: ``module`` is not a module or was cast to half at O2 or O3, or the precision is unknown.
+        """
+        if not isinstance(module, Module):
+            raise UsageError(f"override() takes a torch.nn.Module, not {kind_of(module)}")
+        if precision is None:
+            return self._runtime.precisions.override_paths(module)
+        if self._runtime.models.is_half(module):
             raise UsageError(
-                f"consistency() compiles the model itself, and this {type(model).__name__} is compiled by "
-                "model.compile(); pass one that is not"
+                f"override({type(module).__name__}, {precision!r}) is for fp32 weights, and initialize() has cast this "
+                f'model to half; name the module in initialize(..., lists={{"modules": {{"path": {precision!r}}}}})'
             )
-        run = self._active_runtime
-        check = ConsistencyCheck(model, inputs, named_inputs, run.precisions, run.overflows, self.inference)
-        return check.run(backend)
+        return self._runtime.precisions.override(module, precision)
+
+    # -- master weights and loss scaling --
+
+    def masters_from_model(self) -> None:
+        """Set every fp32 master to its half parameter. Call it after writing to weights through ``.data``.
+
+        With one process, elements whose rounded master equals the parameter keep the low bits of the master. With
+        several processes all elements are copied, so that masters are equal on ranks with equal weights.
+        """
+        for guard in self._runtime.optimizers.guards:
+            if guard.masters is not None:
+                guard.masters.read_model()
+
+    def model_from_masters(self) -> None:
+        """Set every half parameter to its fp32 master. Call it after writing to masters through ``.data``.
+
+        A step does so by itself, and so does a module's call after a write that torch records.
+        """
+        for guard in self._runtime.optimizers.guards:
+            if guard.masters is not None:
+                guard.masters.copy_down()
 
     @property
-    def last_overflow(self) -> Overflow | None:
-        """What the last explained skip came from, or None. With ``trace_overflow=True`` every skip is explained."""
-        return self._runtime.overflows.last
+    def backend(self) -> Backend:
+        """What computes optimizer steps on this handle's device type: compiled kernels, or torch's own functions."""
+        return backend(self.settings.device_type)
 
     @property
-    def stats(self) -> dict[str, Any]:
-        """How training goes, as plain JSON values; waits for the device where that alone knows of the last steps.
+    def loss_scale(self) -> float:
+        """The current scale of the first loss of the first call; ``stats["loss_scales"]`` has those of all."""
+        return self._runtime.optimizers.scalers[0].loss_scale
 
-        ``loss_scale``; ``loss_scales`` and ``found_inf``, the number of overflows, of each loss; ``steps`` and
-        ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``;
-        ``nonfinite``, the steps that no loss scale guards and whose gradients or loss held inf or nan; ``casts``, what
-        `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
-        """
-        run, counts = self._runtime, self._runtime.optimizers.step_stats
-        run.nonfinite.catch_up()
-        # Waits for the device: only then scalers know of the last steps.
-        skipped = counts.skipped
-        # Scalers of a handle that guards no optimizer say nothing.
-        scalers = [*(run.optimizers.scalers if run.optimizers.guards or not counts.own else ()), *counts.own]
-        return {
-            "loss_scale": counts.loss_scale(self.loss_scale),
-            "loss_scales": [scaler.loss_scale for scaler in scalers],
-            "found_inf": [scaler.overflows for scaler in scalers],
-            "steps": counts.all,
-            "skipped": skipped,
-            "last_step_skipped": self.last_step_skipped,
-            "nonfinite": run.nonfinite.total,
-            "casts": {} if run.call_counts is None else run.call_counts.as_dict()["casts"],
-            "overflows": dict(Counter(found.kind for found in run.overflows.all)),
-        }
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of all optimizers were skipped because gradients overflowed."""
+        return self._runtime.optimizers.step_stats.skipped
 
-    def postfix(self) -> dict[str, str]:
-        """Return a dict for ``tqdm.set_postfix``: the loss scale and the skipped steps."""
-        now = self.stats
-        return {"scale": f"{now['loss_scale']:g}", "skipped": str(now["skipped"])}
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self._runtime.optimizers.step_stats.last.skipped
 
-    def log_to(self, writer: Any, every: int = 10) -> Callable[[], None]:
-        """Write the loss scale, steps and skips after each ``every``-th step. Returns a function that stops it.
+    @property
+    def max_consecutive_skips(self) -> int:
+        """So many skipped steps of one optimizer in a row raise `NonFiniteGradientsError`; 50 by default."""
+        return self._runtime.optimizers.max_consecutive_skips
 
-        Args:
-            writer: A `torch.utils.tensorboard.SummaryWriter`, a run of Weights & Biases, or an object with
-                ``add_scalar`` or ``log`` like theirs.
-            every: A number of steps. Reading the scale may wait for the device, so the default is not 1.
+    @max_consecutive_skips.setter
+    def max_consecutive_skips(self, count: int) -> None:
+        if not is_count(count, 1):
+            raise UsageError(f"max_consecutive_skips={count!r} must be a whole number of 1 or more")
+        self._runtime.optimizers.max_consecutive_skips = count
 
-        Raises:
-            UsageError: The writer has neither method, or ``every`` is not a whole number of 1 or more.
-        """
-        if not is_count(every, 1):
-            raise UsageError(f"every={every!r} must be a whole number of 1 or more")
-        if not any(callable(getattr(writer, name, None)) for name in ("add_scalar", "log")):
-            raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give an object with add_scalar() or log()")
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass. At the end of the block unscale the gradients and check them.
 
-        def write() -> None:
-            if self._runtime.optimizers.step_stats.all % every == 0:
-                now = self.stats
-                write_scalars(writer, {name: float(now[name]) for name in ("loss_scale", "skipped")}, now["steps"])
-
-        return self._runtime.followers.add(write, after_skips=True)
-
-    def follow(self, *followers: Any) -> Callable[[], None]:
-        """Step schedulers or averages of weights after each optimizer step that was not skipped.
-
-        This includes steps of an optimizer inside `FP16_Optimizer`. For most optimizers the host decides about a skip,
-        and following costs nothing. A fused or capturable optimizer on a GPU decides on the device. Then each step
-        waits for the device, which it would not do otherwise. Without a loss scale (bf16 with scale 1) no step is
-        skipped, and nothing waits.
+        The block may add to gradients of earlier blocks. If gradients overflowed, the next ``optimizer.step()`` is
+        skipped.
 
         Args:
-            followers: Objects with ``step()`` or ``update()``, or functions. They are called without arguments, in
-                this order, after the parameters were updated.
+            loss: A floating tensor, usually a scalar.
+            optimizers: The optimizer or optimizers whose gradients the loss contributes to, or ``[]``. If at the end
+                of the block any of their gradients holds inf or nan, the next step of each of them is skipped.
+            loss_id: Which scaler to use.
+            delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
 
         Returns:
-            A function that stops it.
+            A context manager that yields ``loss.float() * scale``; the unchanged loss if the handle is disabled.
 
         Raises:
-            UsageError: One of them cannot be called like this.
+            UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
-        return self._runtime.followers.follow(followers)
+        guarded = self._active_runtime.optimizers
+        scalers = guarded.loss_scalers
+        if scalers.with_own():
+            raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
+        return guarded.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
-    def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
-        """Compute a loss and its gradients, and return the first overflow.
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down in place so that their total norm is at most ``max_norm``.
 
-        The gradients are those at the current loss scale. The function is called once. Random generators, attributes
-        of modules, and all tensors that it wrote to are restored afterwards. Gradients of parameters are not touched.
-        ``trace_overflow`` is not needed.
+        Call it after the ``scale_loss`` block, or after the backward pass, and before the step. If ranks hold shards or
+        pipeline stages, the norm is that over all ranks. It uses the collective of the step, so every rank that takes
+        part in that must call this. Nothing is read from the device.
 
         Args:
-            step_fn: Computes the loss and returns it, unscaled, as a tensor with one element. It runs neither a
-                backward pass nor an optimizer.
+            optimizers: The optimizer or optimizers whose gradients are clipped.
+            max_norm: The highest norm. Gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is below 1.
+            norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
 
         Returns:
-            The first overflow; None if there is none.
+            The norm before clipping, a tensor without dimensions. If it is inf, finite gradients become 0, as with
+            `torch.nn.utils.clip_grad_norm_`, also where the inf is in the gradients of another optimizer. An optimizer
+            whose own gradients hold inf or nan is skipped.
 
         Raises:
-            UsageError: The handle is not active, or ``step_fn`` returns no such loss, scales it, runs its backward pass
-                or calls an optimizer.
+            UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
+        """
+        return self._active_runtime.optimizers.clip_grad_norm_(optimizers, max_norm, norm_type)
+
+    def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
+        """Let all ranks of a process group skip the same steps and keep equal loss scales.
+
+        Use it where the parameters do not show the group: stages of a pipeline, experts, parameters that only some
+        ranks step. DTensors need no call. Each step then runs one small collective, and every rank of the group must
+        take part in it.
+
+        Args:
+            group: The process group, such as ``torch.distributed.group.WORLD`` or ``mesh.get_group()``.
+            replicas: How many of its ranks have the same parameters. `clip_grad_norm_` counts each parameter once. None
+                for all ranks, 1 for stages of a pipeline.
+            optimizers: The optimizer or optimizers; None for all.
+
+        Raises:
+            UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
+        """
+        named = None if optimizers is None else as_list(optimizers)
+        self._runtime.optimizers.sync_over(RequestedGroup.from_arguments(group, replicas), named)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give an optimizer its own ``scale_loss(loss)``, with a scaler for each of ``num_loss`` losses.
+
+        Between two steps the first call scales the first loss, the second call the second, and so on.
+
+        Args:
+            optimizer: The optimizer.
+            num_loss: The number of losses between two steps.
+
+        Returns:
+            The optimizer itself.
+
+        Raises:
+            UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
+        """
+        guarded = self._active_runtime.optimizers
+        if not is_count(num_loss, 1):
+            raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
+        scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
+        return wrap_optimizer(guarded, optimizer, scalers, self._runtime.check_active)
+
+    def auto_scale(self) -> AutoScale:
+        """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.
+
+        It is for code without loss scaling: wherever that code can read gradients, they are unscaled. It applies to
+        every `torch.optim.Optimizer` of the process, existing or new.
+
+        Returns:
+            An object whose ``stop()`` ends it; also a context manager. `deactivate` ends it too. A disabled handle
+            returns one that was not started.
+
+        Raises:
+            UsageError: The handle is not active, or its optimizers step master weights.
         """
         run = self._active_runtime
-        return run.overflows.explain_loss(step_fn, run.optimizers.step_stats.loss_scale(self.loss_scale))
+        if not run.auto_scaling.active:
+            run.auto_scaling.start()
+        return run.auto_scaling
+
+    # -- checkpoints --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all loss scalers and the number of skipped steps.
+
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ..., "skipped_steps": int}``; ``{}`` if the handle
+        is disabled.
+        """
+        optimizers = self._runtime.optimizers
+        return optimizers.loss_scalers.state_dict(optimizers.step_stats.skipped)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of ``state_dict``: all of it, or nothing after an error. A disabled handle ignores it.
+
+        Args:
+            state: That result.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong type. The message names it.
+        """
+        self._runtime.optimizers.load_state_dict(state)
 
 
 class Handle(BaseHandle):
@@ -300,7 +345,6 @@ class NoOpHandle(BaseHandle):
 
     def __init__(self) -> None:
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0))
-        self._listening = contextlib.ExitStack()
 
     @property
     def _active_runtime(self) -> Runtime:
@@ -309,44 +353,10 @@ class NoOpHandle(BaseHandle):
     def __repr__(self) -> str:
         return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"
 
-    def deactivate(self) -> tuple[str, ...]:
-        """Call the functions of `follow` no more."""
-        self._listening.close()
-        return super().deactivate()
-
-    def record(self, *, sample: bool = True) -> ReportRecording:
-        """Return a recording that has ended."""
-        recording = self._runtime.recording = self._runtime.new_recording(sample=sample)
-        recording.stop()
-        return recording
-
-    def report(self, path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-        """Return ``{}``, and write no file."""
-        return {}
-
     @property
     def backend(self) -> Backend:
         """None: torch's own functions compute optimizer steps."""
         return Backend("cpu", False, "autoamp is not enabled")
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """The keys of an enabled handle, without any loss."""
-        return {**super().stats, "loss_scales": [], "found_inf": []}
-
-    def log_to(self, writer: Any, every: int = 10) -> Callable[[], None]:
-        """Write nothing."""
-        return lambda: None
-
-    def follow(self, *followers: Any) -> Callable[[], None]:
-        """Step schedulers or averages of weights after each step of an optimizer of torch: none is skipped."""
-        calls = Followers(Listeners())
-        calls.follow(followers)
-        listening = listen(optimizer_returned=lambda *_: calls.step_ended(Step()))
-        return self._listening.enter_context(listening).close
-
-    def explain_overflow(self, step_fn: Callable[[], Any]) -> Overflow | None:
-        """Return None."""
 
     def scale_loss(
         self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False

@@ -11,15 +11,6 @@ from torch.nn import Module
 
 from autoamp.auto_scaling import AutoScale
 from autoamp.casting import CastState
-from autoamp.diagnostics import (
-    CapsuleWriter,
-    Counts,
-    Followers,
-    HalfLosses,
-    Observation,
-    OverflowTrace,
-    ReportRecording,
-)
 from autoamp.errors import UsageError
 from autoamp.modules import CastModels, ModuleCalls, ModuleCasts, ModulePrecisions
 from autoamp.ops import AutocastRegions, Target
@@ -30,6 +21,19 @@ from autoamp.stepping import GuardedOptimizers, NonFiniteSteps, OptimizerSteps
 
 suspended: list[Callable[[], object]] = []
 """Called when the patches of the active handle are about to be taken back, for a while or for good."""
+
+
+class Looks:
+    """What looks on at one handle: here nothing does."""
+
+    def begin(self, runtime: Runtime) -> None:
+        """Look on at a handle, or at the casts that it has got anew."""
+
+    def stop(self) -> None:
+        """Torch is about to be restored for good."""
+
+    def end(self) -> None:
+        """Torch was restored for good."""
 
 
 class Runtime:
@@ -43,45 +47,32 @@ class Runtime:
         patched: The patches of torch.
         ended: Whether ``deactivate`` was called. A suspended runtime may be activated again.
         setups: What `initialize` keeps of the call that set up each model, in the order of the calls.
-        observation: The observers of patched functions.
         nonfinite: Checks steps without a loss scale.
-        overflows: Explains skipped steps, all of them with ``trace_overflow=True``.
-        half_losses: Looks for losses that make no inf, for more than this handle; None where a recording makes its own.
-        recording: What `Handle.record` began last; None before.
-        call_counts: What `Handle.count` began last; None before.
-        followers: Functions that are called after steps of guarded optimizers.
+        looks: What looks on.
         auto_scaling: What `Handle.auto_scale` starts.
     """
 
-    def __init__(self, settings: Settings, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
+    def __init__(self, settings: Settings, looks: Looks, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
         self.precisions = ModulePrecisions()
         self.models = CastModels()
         self.optimizers = GuardedOptimizers(
             _casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
         self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
-        self.followers = Followers(self.optimizers.listeners)
         self.auto_scaling = AutoScale(self.optimizers)
         self.patched = PatchedTorch(self.optimizers)
+        self.looks = looks
         self._apply(settings)
-        self.call_counts: Counts | None = None
-        self.half_losses: HalfLosses | None = None
-        self.recording: ReportRecording | None = None
         self.ended = False
         self.setups: weakref.WeakKeyDictionary[Module, Any] = weakref.WeakKeyDictionary()
 
     def _apply(self, settings: Settings) -> None:
         self.settings = settings
         self.precisions.use(settings.table.modules)
-        listeners = self.optimizers.listeners
-        observation = Observation(self.casts, listeners, self.patched.patch_anew)
-        self.overflows = OverflowTrace(self.optimizers, observation, always=settings.trace_overflow)
-        if settings.capsule is not None:
-            self.overflows.capsules = CapsuleWriter(settings.capsule)
         self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
         # The order in which an event is heard. Wrappers are nested so, the first outermost.
         self.optimizers.program.subscribe(
-            ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, listeners),
+            ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, self.optimizers.listeners),
             self.models,
             AutocastRegions(self.casts),
             # Gives a new optimizer its masters before it is guarded.
@@ -90,11 +81,7 @@ class Runtime:
             self.auto_scaling,
             self.nonfinite,
         )
-
-    @property
-    def observation(self) -> Observation:
-        """The observers of patched functions."""
-        return self.overflows.observation
+        self.looks.begin(self)
 
     @property
     def casts(self) -> CastState:
@@ -105,13 +92,6 @@ class Runtime:
         """Raise `UsageError` where the patches are not in place."""
         if not self.patched.in_place:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
-
-    def new_recording(self, *, sample: bool) -> ReportRecording:
-        """Return a recording that has not begun; see `Handle.record`."""
-        half_losses = self.half_losses or HalfLosses()
-        return ReportRecording(
-            self.optimizers, self.overflows, self.followers, half_losses, self.models.buffer_losses, sample=sample
-        )
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. `ActiveHandles` calls this."""
@@ -134,20 +114,19 @@ class Runtime:
         Returns:
             The names that somebody else patched on top, which are left as they are.
         """
-        foreign = self._end_diagnostics()
+        foreign = self._end_looks()
         self.ended = True
         self.precisions.undo_all()
         self.optimizers.release()
         self.models.let_go()
         return foreign
 
-    def _end_diagnostics(self) -> tuple[str, ...]:
+    def _end_looks(self) -> tuple[str, ...]:
         """End what looks on, and auto scaling; restore torch."""
         self.auto_scaling.stop()
-        if self.recording is not None:
-            self.recording.stop()
+        self.looks.stop()
         foreign = self.suspend()
-        self.observation.end()
+        self.looks.end()
         return foreign
 
     def grow(self, settings: Settings, models: Sequence[Module], optimizers: Sequence[Any], *, on: bool) -> None:
@@ -159,7 +138,7 @@ class Runtime:
             optimizers: Its optimizers.
             on: Whether casts act everywhere.
         """
-        self._end_diagnostics()
+        self._end_looks()
         named = {module for model in models for module in model.modules()}
         # Models that an earlier call has cast and that have a module in common with these are let go as a whole.
         cast = [model for model in self.setups if self.models.forward_dtypes.get(model) is not None]

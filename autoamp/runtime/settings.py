@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from autoamp.diagnostics import versions
 from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype
 from autoamp.modules import check_module_rules
@@ -82,6 +83,12 @@ class Settings:
         """Return the policy of each listed op and the precision of each listed module."""
         modules = {f"[modules] {rule.pattern}": rule.precision.value for rule in self.table.modules}
         return {**{rule.target: rule.policy.value for rule in self.table.rules}, **modules}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of autoamp, torch and Python."""
+    ours = str(getattr(sys.modules.get("autoamp"), "__version__", "unknown"))
+    return {"autoamp": ours, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def device_type_of(device: Any = None) -> str:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.diagnostics import Call, CallSite, Exponents, OpRange, RangeProfile
+from autoamp.diagnostics import BaseHandle, Call, CallSite, Exponents, OpRange, RangeProfile, diagnostics_of
 from autoamp.modules import class_name
 from autoamp.ops import known_ops
-from autoamp.runtime import BaseHandle, runtime_of
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
 from autoamp.tuning.model import VARIANTS, Survey, Use
 
@@ -62,7 +61,7 @@ class Surveyor(RangeProfile):
     """
 
     def __init__(self, handle: BaseHandle, *, steps: int, seconds: float) -> None:
-        super().__init__(runtime_of(handle).observation, lambda: handle.loss_scale)
+        super().__init__(diagnostics_of(handle).observation, lambda: handle.loss_scale)
         self._handle = handle
         self._dtype = dtype_name(handle.settings.dtype)
         self._most_steps = steps

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, NotLocated, ScaleSearch
-from autoamp.runtime import current_runtime
+from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, NotLocated, ScaleSearch, diagnostics_of
+from autoamp.runtime import current_handle
 from tests.diagnostics.faults import (
     BIG_TIMES_BIG,
     Fault,
@@ -231,8 +231,8 @@ def test_a_fault_in_a_model_is_located(name: str, on_demand: bool) -> None:
     found = found_by(make(), on_demand)
     assert (type(found.verdict), found.op, found.module, found.location) == expected, str(found)
     # What a checkpoint computes again is no call of the program.
-    run = current_runtime()
-    assert on_demand or (run is not None and len(run.overflows.recorder.step.models) == 1)
+    handle = current_handle()
+    assert on_demand or (handle is not None and len(diagnostics_of(handle).overflows.recorder.step.models) == 1)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 import autoamp
 import autoamp.optimizers
+from autoamp.diagnostics import diagnostics_of
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle, runtime_of
 from autoamp.scaling import UnreadFlags
@@ -109,8 +110,7 @@ def activate(way: str, device: str) -> Any:
         # As on a GPU: fused optimizers take the flag of an overflow on their device, where nobody explains overflows.
         runtime = runtime_of(handle)
         runtime.optimizers.scalers[0].unread = UnreadFlags((device,))
-        program = runtime.optimizers.program
-        program.subscribe(*(one for one in program.subscribers if one is not runtime.overflows))
+        runtime.optimizers.listeners.remove(diagnostics_of(handle).overflows)
     if way == "auto_scale":
         handle.auto_scale()
     return handle

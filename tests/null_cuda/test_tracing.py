@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.runtime import runtime_of
+from autoamp.diagnostics import diagnostics_of
 from tests.null_cuda.device import Cost, spent
 from tests.null_cuda.training import OPTIMIZERS, open_libraries
 
@@ -36,7 +36,7 @@ def clean_step(optimizer_name: str, **settings: Any) -> Cost:
     try:
         for _ in range(3):
             step()
-        assert runtime_of(handle).overflows.recorder.step.is_recorded == settings.get("trace_overflow", False)
+        assert diagnostics_of(handle).overflows.recorder.step.is_recorded == settings.get("trace_overflow", False)
         return spent(step)
     finally:
         handle.deactivate()

@@ -320,7 +320,7 @@ class NoOpHandle(AmpHandle):
     """The handle of ``init(enabled=False)``: the surface of the other, with nothing behind it."""
 
     def __init__(self) -> None:
-        super().__init__(runtime.NoOpHandle())
+        super().__init__(runtime.handles.disabled())
 
 
 def amp_handle() -> AmpHandle | None:

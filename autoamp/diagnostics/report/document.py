@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoamp.diagnostics.capsule import versions
 from autoamp.diagnostics.ranges import FORMATS
 from autoamp.diagnostics.report.recording import ReportRecording
 from autoamp.diagnostics.tables import counted
 from autoamp.errors import UsageError
 from autoamp.rules import CastTable
+from autoamp.runtime import versions
 from autoamp.stepping import GuardedOptimizers, NonFiniteSteps
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import compiled_graphs

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import ListFileError
-from autoamp.ops.targets import known_ops, locate
+from autoamp.ops import known_ops, locate
 from autoamp.rules import CastPolicy, CastRule, CastTable, admits_version, shipped_sets, shipped_table
 from autoamp.tensors import iter_tensors
 from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations, schema_of
