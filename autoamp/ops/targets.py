@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,21 +83,25 @@ def known_ops() -> frozenset[str]:
     return frozenset(
         name
         for namespace in _NAMESPACES
-        for name in _functions_of(namespace)
-        if namespace is torch.Tensor or not name.startswith("__")
+        for name, value in _values_of(namespace).items()
+        if (namespace is torch.Tensor or not name.startswith("__")) and _function(value) is not None
     )
 
 
-def _functions_of(namespace: Any) -> dict[str, Any]:
-    """Return the functions of a module, or the methods of a class with inherited ones, by name: without patches."""
-    if namespace is RECURRENT:
-        # It looks names up in torch's C++ code, and has no table of them.
-        values = {name: getattr(namespace, name, None) for name in vars(torch)}
-    else:
-        bases = reversed(namespace.__mro__) if isinstance(namespace, type) else [namespace]
-        values = {name: value for base in bases for name, value in vars(base).items()}
-    originals = ((name, original_of(value)) for name, value in values.items())
-    return {name: one for name, one in originals if callable(one) and not isinstance(one, type)}
+def _values_of(namespace: Any) -> dict[str, Any]:
+    """Return what a module has, or a class with what it inherits, by name; replacements too."""
+    if not isinstance(namespace, type):
+        return vars(namespace)
+    values: dict[str, Any] = {}
+    for base in reversed(namespace.__mro__):
+        values.update(vars(base))
+    return values
+
+
+def _function(value: Any) -> Any:
+    """Return a function or method without replacements; None for anything else, classes too."""
+    original = original_of(value)
+    return original if callable(original) and not isinstance(original, type) else None
 
 
 def expand(table: CastTable) -> Expansion:
@@ -113,26 +117,26 @@ def expand(table: CastTable) -> Expansion:
     places: dict[tuple[int, str], Target] = {}
     patched: set[str] = set()
     deferred: list[CastRule] = []
-    spaces = [(namespace, _functions_of(namespace)) for namespace in (*_NAMESPACES, RECURRENT)]
+    ops, spaces = known_ops(), [(namespace, _values_of(namespace)) for namespace in _NAMESPACES]
     for rule in table.rules:
-        found: tuple[Target, ...] | None = ()
-        if not admits_version(rule.versions, torch.__version__):
+        found: Sequence[Target] | None = ()
+        if rule.versions and not admits_version(rule.versions, torch.__version__):
             continue
-        if not rule.bare:
+        if "." in rule.target:
             try:
                 found = locate(rule)
             except ListFileError:
                 if not rule.origin.shipped:
                     raise
                 skipped.append(rule)
-        elif rule.target not in known_ops():
+        elif rule.target not in ops:
             if not rule.origin.shipped:
                 remedy = f"{did_you_mean(rule.target, known_ops())} Name any other function by its dotted name"
                 fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
             # A rule to leave an op alone needs no report where torch lacks the op.
             skipped += [rule] if rule.policy is not CastPolicy.NONE else []
         elif rule.policy is not CastPolicy.NONE or not patched.isdisjoint(_names(rule.target)):
-            found = tuple(_spellings(rule, spaces))
+            found = _spellings(rule, spaces)
         if found is None:
             deferred.append(rule)
             continue
@@ -186,46 +190,54 @@ def target_at(parent: Any, attribute: str, rule: CastRule) -> Target:
     if not callable(original) and not isinstance(original, (staticmethod, classmethod)):
         fail(rule.origin, f"{rule.target!r} is {kind_of(original)}; name a function or a method")
     in_torch = any(parent is namespace for namespace in (*_NAMESPACES, RECURRENT))
-    functional = _functional(_functions_of(parent), attribute) if in_torch else None
+    functional = _functional(_values_of(parent), attribute) if in_torch and parent is not RECURRENT else None
     return Target(parent, attribute, original, rule, functional)
 
 
-def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> Iterator[Target]:
-    """Yield the targets of a bare name: the attribute of that name in each namespace, and its in-place form there.
+def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> list[Target]:
+    """Return the targets of a bare name: the attribute of that name in each namespace, and its in-place form there.
 
     Args:
         rule: A rule on a bare name.
-        spaces: torch's public namespaces and `RECURRENT`, each with its functions by name.
+        spaces: torch's public namespaces, each with what it has by name.
     """
+    found: list[Target] = []
     for name in _names(rule.target):
         in_place, in_torch = name != rule.target, None
         if in_place and rule.policy is CastPolicy.FP16:
             # A product in place has the dtype of the tensor that it writes to, as under autocast: it is not cast to
             # half. Its factors are promoted to one dtype, as some of them may be half because of other rules.
             rule = replace(rule, policy=CastPolicy.PROMOTE)
-        for namespace, functions in spaces:
-            original, functional = functions.get(name), _functional(functions, name)
+        for namespace, values in spaces:
+            original = values.get(name)
+            if original is None or (original := _function(original)) is None:
+                continue
+            functional = _functional(values, name) if name[-1] == "_" else None
             if namespace is torch:
                 in_torch = original
-            if namespace is RECURRENT and (in_torch is None or isinstance(in_torch, types.FunctionType)):
-                # Recurrent layers call builtins there, not in torch. Functions that torch writes in Python call that
-                # namespace themselves, so it is enough to patch the functions.
-                continue
-            if original is None or (in_place and functional is None):
+            if in_place and functional is None:
                 # No function may compute the same out of place: `Tensor.normal_` exists, `Tensor.normal` does not.
                 continue
-            yield Target(namespace, name, original, rule, functional)
+            found.append(Target(namespace, name, original, rule, functional))
             # The module that defines a Python function of torch has it too, such as `torch.functional.einsum`.
             module = sys.modules.get(original.__module__) if isinstance(original, types.FunctionType) else None
             if module is not None and original_of(vars(module).get(name)) is original:
-                yield Target(module, name, original, rule)
+                found.append(Target(module, name, original, rule))
+        # Recurrent layers call builtins there, not in torch. Functions that torch writes in Python call that namespace
+        # themselves, so it is enough to patch the functions.
+        if in_torch is not None and not isinstance(in_torch, types.FunctionType):
+            original = _function(getattr(RECURRENT, name, None))
+            functional = _function(getattr(RECURRENT, rule.target, None)) if in_place else None
+            if original is not None and (functional is not None or not in_place):
+                found.append(Target(RECURRENT, name, original, rule, functional))
+    return found
 
 
-def _functional(functions: dict[str, Any], name: str) -> Any:
+def _functional(values: dict[str, Any], name: str) -> Any:
     """Return the out-of-place function for the name of an in-place form in a namespace, None for any other name."""
     if name.startswith("__i") and name.endswith("__"):
-        return functions.get(f"__{name[3:]}")
-    return functions.get(name[:-1]) if name.endswith("_") and not name.endswith("__") else None
+        return _function(values.get(f"__{name[3:]}"))
+    return _function(values.get(name[:-1])) if name.endswith("_") and not name.endswith("__") else None
 
 
 def _names(bare: str) -> tuple[str, str]:
@@ -233,6 +245,7 @@ def _names(bare: str) -> tuple[str, str]:
     return bare, f"__i{bare[2:]}" if bare.startswith("__") else f"{bare}_"
 
 
+@functools.cache
 def owns_its_names(module_name: str) -> bool:
     """Whether names that a module imported from torch must not be rebound to replacements.
 

@@ -57,7 +57,10 @@ def mark(replacement: Any, original: Any) -> Any:
 
 def original_of(value: Any) -> Any:
     """Return what a replacement of ours replaces, below all replacements; anything else is returned as it is."""
-    while (found := mark_of(value)) is not None:
+    while type(value) in _MARKED_TYPES:
+        found = vars(value).get(_MARK)
+        if found is None or found.bearer != id(value):
+            break
         value = found.original
     return value
 
@@ -121,10 +124,11 @@ class Patch:
     def from_attribute(cls, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> Patch:
         """Make a patch without applying it. PatchError where the parent has no attributes of its own."""
         try:
-            found = vars(parent).get(attribute, _ABSENT)
+            previous = found = vars(parent).get(attribute, _ABSENT)
         except TypeError as error:
             raise PatchError(f"{type(parent).__name__}.{attribute} cannot be replaced: {error}") from error
-        previous = found
+        if type(found) not in _MARKED_TYPES:
+            return cls(parent, attribute, replacement, previous, rebinds)
         # What is below the replacements whose sets were restored.
         while (marked := mark_of(previous)) is not None and not marked.alive:
             previous = marked.original
