@@ -233,16 +233,25 @@ tracing_context: Callable[[], Any] = _find("torch._guards.TracingContext.try_get
 Where it is missing, always None."""
 
 
-def traced_frame() -> tuple[str, str] | None:
-    """Return the module and the name of the function that Dynamo traces now; None where it traces none."""
+def traced_frames() -> list[Any]:
+    """Return the functions that Dynamo traces now, the innermost first, each with ``f_globals`` and ``f_code``."""
     if tracing_context() is None:
-        return None
+        return []
     translator = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
-    try:
-        traced = translator.current_tx().output.current_tx  # type: ignore[union-attr]
-    except AttributeError:
-        return None
-    return traced.f_globals.get("__name__") or "", traced.f_code.co_name
+    frames: list[Any] = []
+    with contextlib.suppress(AttributeError):
+        frames.append(translator.current_tx().output.current_tx)  # type: ignore[union-attr]
+        while (caller := getattr(frames[-1], "parent", None)) is not None:
+            frames.append(caller)
+    return frames
+
+
+def name_in_frame(frame: Any, name: str) -> Any:
+    """Return the value of a name in a frame, or of a closure's name in one of `traced_frames`; None without one."""
+    if not hasattr(frame, "symbolic_locals"):
+        return frame.f_locals.get(name)
+    cell = frame.symbolic_locals.get(name)
+    return None if cell is None else frame.output.side_effects.load_cell(cell).as_python_constant()
 
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -251,6 +260,12 @@ T = TypeVar("T", bound=Callable[..., Any])
 def mark_constant(function: T) -> T:
     """Let Dynamo call a function while it traces, with its constant arguments, and take the result for a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disable_in_dynamo(function: T) -> T:
+    """Let Dynamo end a graph before a call of this function, which then runs; imports nothing."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 

@@ -150,8 +150,9 @@ class AutoScale(Subscriber):
         if (
             self.active
             and not torch.compiler.is_compiling()
-            and region._enabled
             and region.device == self._optimizers.casts.device_type
+            # Not where the casts go on, or the region is disabled.
+            and self._optimizers.casts.autocast_rules()
             and torch.is_grad_enabled()
         ):
             self.yield_to("torch.autocast")

@@ -86,7 +86,7 @@ class Runtime:
             self.observation,
             ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, recorder),
             self.models,
-            AutocastRegions(self.casts),
+            AutocastRegions(self.casts, goes_on=not settings.casts_models),
             # Gives a new optimizer its masters before it is guarded.
             OptimizerSteps(self.optimizers),
             # Multiplies the gradients of a backward pass before the recorder sees them.

@@ -1,0 +1,135 @@
+"""What torch's functions for the autocast state say and do where our casts are on.
+
+Attention modules, custom functions and key-value caches choose a dtype by `torch.is_autocast_enabled`. They hear of our
+casts. Torch itself does not, for it stores the answers to put its own state back later; the exceptions are two:
+`torch.amp.custom_fwd`, which casts inputs by the answer, and a region without a dtype, which takes the one in use. What
+sets the state to what it was told sets our casts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoamp.casting import CastState
+from autoamp.torch_private import (
+    disable_in_dynamo,
+    mark_constant,
+    name_in_frame,
+    trace_as,
+    traced_frames,
+    tracing_context,
+)
+
+PROTECTED = torch.float32
+"""What `custom_fwd` notes as the dtype of a function that casts its inputs, and gives to the region of its backward.
+
+No enabled region has it, so by it a backward is known that is to run without casts, as its forward did."""
+
+_AMP = "torch.amp.autocast_mode"
+_BY_SETTER: Any = "by a setter"
+"""`ThreadMode.forced_off` where the program turned casts off by `torch.set_autocast_enabled`, and may turn them on."""
+
+_DEVICES = {"": None, "cpu_": "cpu", "gpu_": "cuda", "ipu_": "ipu", "xla_": "xla"}
+"""What stands in the names of torch's functions, and the device type that it means."""
+
+
+def autocast_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield the owner and the name of each function, and what builds its replacement."""
+    for part, device in _DEVICES.items():
+        for name, build in (
+            (f"is_autocast_{part}enabled", partial(_build_getter, answer=True)),
+            (f"get_autocast_{part}dtype", partial(_build_getter, answer=casts.dtype)),
+            (f"set_autocast_{part}enabled", _build_switch),
+            (f"set_autocast_{part}dtype", _build_dtype_setter),
+        ):
+            if hasattr(torch, name):
+                yield torch, name, partial(build, casts=casts, device=device)
+
+
+def is_torchs(module: str) -> bool:
+    """Whether a module is torch's or ours, by its name."""
+    return f"{module}.".startswith(("torch.", "autoamp."))
+
+
+def caller_of(frame: Any) -> tuple[str, str]:
+    """Return the names of a frame's module and function."""
+    return frame.f_globals.get("__name__") or "", frame.f_code.co_name
+
+
+def _are_on(casts: CastState) -> bool:
+    return casts.local.now().on is True and not casts.autocast_rules()
+
+
+def _build_getter(original: Any, casts: CastState, device: str | None, answer: Any) -> Any:
+    """Build what answers with ``answer`` where casts are on."""
+
+    def is_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        # Without a device type torch means CUDA.
+        return (device or (args[0] if args else kwargs.get("device_type", "cuda"))) == casts.device_type
+
+    def heard_by(frame: Any, own: Any) -> Any:
+        module, function = caller_of(frame)
+        if not is_torchs(module):
+            return answer
+        if (module, function) == (_AMP, "decorate_fwd") and name_in_frame(frame, "cast_inputs") is not None:
+            return True if answer is True else PROTECTED
+        # A region asks as it is made without a dtype. That of a graph is made anew where casts are off.
+        return answer if (module, function) == (_AMP, "__init__") and tracing_context() is None else own
+
+    @mark_constant
+    def autoamp_heard(own: Any) -> Any:
+        frames = traced_frames()
+        # The first is the function below. Dynamo calls it by one of its own.
+        frame = next(one for one in frames[1:] if not caller_of(one)[0].startswith("torch._dynamo."))
+        return heard_by(frame, own)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        own = original(*args, **kwargs)
+        return autoamp_heard(own) if is_asked(args, kwargs) and _are_on(casts) else own
+
+    @trace_as(traced)
+    def getter(*args: Any, **kwargs: Any) -> Any:
+        own = original(*args, **kwargs)
+        return heard_by(sys._getframe(1), own) if is_asked(args, kwargs) and _are_on(casts) else own
+
+    return getter
+
+
+def _is_set(args: tuple[Any, ...], device: str | None, casts: CastState) -> bool:
+    """Whether the program sets the state of the casts' device type; read by the caller of a replacement."""
+    asked = device or (args[0] if len(args) > 1 else "cuda")
+    return asked == casts.device_type and not is_torchs(caller_of(sys._getframe(2))[0])
+
+
+def _build_switch(original: Any, casts: CastState, device: str | None) -> Any:
+    """Build what turns our casts off, and on again."""
+    local = casts.local
+
+    def switch(*args: Any) -> Any:
+        if not _is_set(args, device, casts) or casts.autocast_rules():
+            return original(*args)
+        if _are_on(casts):
+            if not args[-1]:
+                local.set(False, forced_off=_BY_SETTER)
+        elif args[-1] and local.mode.forced_off is _BY_SETTER:
+            local.set(True, forced_off=False)
+        else:
+            original(*args)
+        return None
+
+    return disable_in_dynamo(switch)
+
+
+def _build_dtype_setter(original: Any, casts: CastState, device: str | None) -> Any:
+    """Build what does not let torch keep our dtype, which the program was told: its own regions may have another."""
+
+    def set_dtype(*args: Any) -> Any:
+        is_told = args[-1] is casts.dtype and (_are_on(casts) or casts.local.mode.forced_off is _BY_SETTER)
+        return None if is_told and _is_set(args, device, casts) else original(*args)
+
+    return disable_in_dynamo(set_dtype)
