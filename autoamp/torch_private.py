@@ -264,8 +264,9 @@ def mark_constant(function: T) -> T:
 
 
 def disable_in_dynamo(function: T) -> T:
-    """Let Dynamo end a graph before a call of this function, which then runs; imports nothing."""
+    """Let Dynamo end a graph before a call of this function, and begin none in it; imports nothing."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    start_no_graph(function)
     return function
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from autoamp.casting import CastState
+from autoamp.patching import original_of
 from autoamp.torch_private import (
     disable_in_dynamo,
     mark_constant,
     name_in_frame,
+    start_no_graph,
     trace_as,
     traced_frames,
     tracing_context,
@@ -67,36 +69,38 @@ def _are_on(casts: CastState) -> bool:
 
 def _build_getter(original: Any, casts: CastState, device: str | None, answer: Any) -> Any:
     """Build what answers with ``answer`` where casts are on."""
+    plain = original_of(torch.is_autocast_enabled if answer is True else torch.get_autocast_dtype)
 
     def is_asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         # Without a device type torch means CUDA.
         return (device or (args[0] if args else kwargs.get("device_type", "cuda"))) == casts.device_type
 
-    def heard_by(frame: Any, own: Any) -> Any:
+    def heard_by(frame: Any, own: Any, is_on: bool) -> Any:
         module, function = caller_of(frame)
-        if not is_torchs(module):
-            return answer
-        if (module, function) == (_AMP, "decorate_fwd") and name_in_frame(frame, "cast_inputs") is not None:
-            return True if answer is True else PROTECTED
+        casts_inputs = (module, function) == (_AMP, "decorate_fwd") and name_in_frame(frame, "cast_inputs") is not None
+        if casts_inputs and answer is not True:
+            return PROTECTED
         # A region asks as it is made without a dtype. That of a graph is made anew where casts are off.
-        return answer if (module, function) == (_AMP, "__init__") and tracing_context() is None else own
+        is_region = (module, function) == (_AMP, "__init__") and tracing_context() is None
+        return answer if is_on and (casts_inputs or is_region or not is_torchs(module)) else own
 
     @mark_constant
-    def autoamp_heard(own: Any) -> Any:
-        frames = traced_frames()
+    def autoamp_heard(own: Any, is_on: bool) -> Any:
         # The first is the function below. Dynamo calls it by one of its own.
-        frame = next(one for one in frames[1:] if not caller_of(one)[0].startswith("torch._dynamo."))
-        return heard_by(frame, own)
+        frames = (one for one in traced_frames()[1:] if not caller_of(one)[0].startswith("torch._dynamo."))
+        return heard_by(next(frames), own, is_on)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        own = original(*args, **kwargs)
-        return autoamp_heard(own) if is_asked(args, kwargs) and _are_on(casts) else own
+        # Dynamo knows some of the older spellings as functions that give no constant.
+        asked = is_asked(args, kwargs)
+        return autoamp_heard(plain(casts.device_type), _are_on(casts)) if asked else original(*args, **kwargs)
 
     @trace_as(traced)
     def getter(*args: Any, **kwargs: Any) -> Any:
         own = original(*args, **kwargs)
-        return heard_by(sys._getframe(1), own) if is_asked(args, kwargs) and _are_on(casts) else own
+        return heard_by(sys._getframe(1), own, _are_on(casts)) if is_asked(args, kwargs) else own
 
+    start_no_graph(getter)
     return getter
 
 
