@@ -63,8 +63,11 @@ def _tracing() -> bool | None:
     return jit.is_tracing() or None
 
 
+is_autocast_enabled = torch.is_autocast_enabled
+"""Torch's own: the function that torch has under this name while a handle is active answers for the handle's casts."""
+
 is_any_autocast_enabled: Callable[[], bool] = _find(
-    "torch._C._is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
+    "torch._C._is_any_autocast_enabled", lambda: any(map(is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
 )
 """Whether this thread is in a ``torch.autocast`` region of any device type."""
 
@@ -280,6 +283,10 @@ def trace_as(traced: Callable[..., Any]) -> Callable[[T], T]:
     return decorate
 
 
+REGION_OF_GRAPH: Any = _find("torch.amp.autocast_mode._UnmanagedAutocast", ())
+"""The class of the autocast regions that a graph enters as it runs; () where there is none."""
+
+
 STRICT_EXPORT = "_strict_export"
 """The name in `torch.export._trace` of what exports by Dynamo. Without it that export may cast ops twice."""
 
@@ -287,8 +294,8 @@ STRICT_EXPORT = "_strict_export"
 def dynamo_names() -> Sequence[tuple[Any, str]]:
     """Return what is patched of Dynamo, once it is imported, as owners and names; nothing where one of them is missing.
 
-    They find the attribute of a tensor, call an operator, run a node with fake tensors, and call the backend. Without
-    them a graph calls methods and operators by their names, and casts when it runs.
+    They find the attribute of a tensor, call an operator, run a node with fake tensors, call the backend, and enter a
+    region of torch.autocast. Without them a graph calls methods and operators by their names, and casts when it runs.
     """
     modules = sys.modules.get
     tensor = getattr(modules("torch._dynamo.variables.tensor"), "TensorVariable", None)
@@ -298,6 +305,7 @@ def dynamo_names() -> Sequence[tuple[Any, str]]:
         (getattr(modules("torch._dynamo.variables.builtin"), "BuiltinVariable", None), "call_function"),
         (modules("torch._dynamo.utils"), "run_node"),
         (getattr(modules("torch._dynamo.output_graph"), "OutputGraph", None), "call_user_compiler"),
+        (getattr(modules("torch._dynamo.variables.ctx_manager"), "AutocastModeVariable", None), "enter"),
     )
     return owners if all(hasattr(owner, name) for owner, name in owners) else ()
 

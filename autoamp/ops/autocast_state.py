@@ -24,7 +24,6 @@ from autoamp.torch_private import (
     start_no_graph,
     trace_as,
     traced_frames,
-    tracing_context,
 )
 
 PROTECTED = torch.float32
@@ -80,8 +79,8 @@ def _build_getter(original: Any, casts: CastState, device: str | None, answer: A
         casts_inputs = (module, function) == (_AMP, "decorate_fwd") and name_in_frame(frame, "cast_inputs") is not None
         if casts_inputs and answer is not True:
             return PROTECTED
-        # A region asks as it is made without a dtype. That of a graph is made anew where casts are off.
-        is_region = (module, function) == (_AMP, "__init__") and tracing_context() is None
+        # A region without a dtype asks as it is made.
+        is_region = (module, function) == (_AMP, "__init__")
         return answer if is_on and (casts_inputs or is_region or not is_torchs(module)) else own
 
     @mark_constant

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +59,12 @@ class Asks(nn.Module):
         self.within = within
         self.heard: list[tuple[Any, ...]] = []
         self.dtypes: list[torch.dtype] = []
+        self.is_own_on: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
         with self.within():
             self.heard.append(told())
+            self.is_own_on.append(original_of(torch.is_autocast_enabled)("cpu"))
             output = F.linear(x, self.weight)
         self.dtypes.append(output.dtype)
         return output
@@ -120,6 +124,7 @@ def test_what_a_module_is_told(handle: autoamp.Handle, x: Tensor, how: str) -> N
         assert heard[0] is is_on
         assert dtype in (None, heard[1])
     assert set(model.dtypes) == {dtype if is_on else torch.float32}
+    assert set(model.is_own_on) == {how == "torch.autocast"}
     assert others == told_of_others()
     assert own() == OFF[:2]
 
@@ -148,18 +153,84 @@ def test_half_models_are_no_autocast() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", ["plain", "override", "disable_casts", "region off", "within"])
-def test_what_compiled_code_is_told(handle: autoamp.Handle, x: Tensor, how: str, backend: str) -> None:
-    model = Asks(off if how == "within" else contextlib.nullcontext)
+def test_what_compiled_code_is_told(handle: autoamp.Handle, x: Tensor, backend: str) -> None:
+    """The answers are constants of a graph, which is not taken where they differ."""
+    model = Asks()
     compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(2):
+    ways = ("plain", "override", "disable_casts", "region off", "plain", "torch.autocast")
+    for how in ways:
         call(how, handle, compiled, x)
-        call("plain", handle, compiled, x)
-    told_there, is_on = [one[:1] for one in model.heard], how != "within"
-    assert told_there[1::2] == [(is_on,)] * 2
-    assert told_there[::2] == [(how == "plain",)] * 2
+    answers = [heard[:1] if how == "region off" else heard[:2] for how, heard in zip(ways, model.heard, strict=True)]
+    assert answers == [EAGER[how][:1] if how == "region off" else EAGER[how] for how in ways]
+    model = Asks(off)
+    torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert (model.heard[0][0], model.dtypes) == (False, [torch.float32])
     assert own() == OFF[:2]
     torch._dynamo.reset()
+
+
+# -- who asks --
+
+
+def test_the_dtype_of_attention_is_chosen_as_under_autocast(handle: autoamp.Handle) -> None:
+    """A norm left the query in fp32, which flash attention refuses: transformers casts it as autocast would."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            query, value = self.norm(self.project(x)).float(), self.project(x)
+            if query.dtype is torch.float32 and torch.is_autocast_enabled(query.device.type):
+                query = query.to(torch.get_autocast_dtype(query.device.type))
+            assert query.dtype is value.dtype is HALF
+            return query * value
+
+    Attention()(torch.randn(2, 8))
+
+
+def asked_by(module: str) -> tuple[Any, ...]:
+    """What the code of a module is told."""
+    names: dict[str, Any] = {"__name__": module, "torch": torch}
+    exec(f"def told():\n    return {', '.join(f'torch.{name}' for name in ASKED)}", names)
+    answer: tuple[Any, ...] = names["told"]()
+    return answer
+
+
+ASKED = (
+    "is_autocast_enabled('cpu')", "get_autocast_dtype('cpu')", "is_autocast_cpu_enabled()", "get_autocast_cpu_dtype()",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [("a_program", ON), ("torchvision.ops.roi_align", ON), ("__main__", ON), ("torch.utils.checkpoint", OFF),
+     ("torch.nn.parallel.parallel_apply", OFF), ("torch.amp.autocast_mode", OFF), ("torch", OFF),
+     ("autoamp.normalization", OFF)],
+)  # fmt: skip
+def test_torch_hears_of_its_own_state_alone(module: str, expected: Any) -> None:
+    """It puts that state back later: after a region, in a recomputation, in a thread."""
+    autoamp.init(device_type="cpu", dtype=HALF)
+    assert asked_by(module) == expected
+
+
+def test_functions_that_a_program_has_taken_by_name_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = types.ModuleType("a_program")
+    program.is_autocast_enabled = torch.is_autocast_enabled  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_program", program)
+    autoamp.init(device_type="cpu", dtype=HALF)
+    assert program.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("handle")
+def test_torchs_own_layers_compute_as_before(x: Tensor) -> None:
+    """Attention and encoder layers look for autocast, and take another path where it is on."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(1, 4, 8)
+    with torch.inference_mode():
+        assert layer(x).isfinite().all()
+    assert own() == OFF[:2]
 
 
 # -- regions --
@@ -168,34 +239,45 @@ def test_what_compiled_code_is_told(handle: autoamp.Handle, x: Tensor, how: str,
 @pytest.mark.parametrize("within", [lambda: torch.autocast("cpu", HALF), lambda: torch.autocast("cpu")])
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "checkpoint, reentrant", "thread"])
 def test_our_casts_go_on_in_an_enabled_region(handle: autoamp.Handle, x: Tensor, how: str, within: Any) -> None:
-    inside: list[Any] = []
-
     @contextlib.contextmanager
     def region() -> Any:
         with within():
-            inside.append(own()[0])
             with off():
-                assert F.linear(x, x).dtype is torch.float32
+                assert F.linear(x, model.weight).dtype is torch.float32
             yield
-        inside.append(own()[0])
 
     model = Asks(region)
     call(how, handle, model, x)
     assert set(model.heard) == {ON}
     assert set(model.dtypes) == {HALF}
-    assert not any(inside)
+    assert not any(model.is_own_on)
+    assert own() == OFF[:2]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_region_in_compiled_code_takes_the_dtype_in_use(handle: autoamp.Handle, x: Tensor, backend: str) -> None:
+    """Torch casts within it. It is no sign that the program casts by itself."""
+    scaling = handle.auto_scale()
+    model = Asks(lambda: torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu")))
+    compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        compiled(x).float().sum().backward()
+    assert (model.heard[0], model.dtypes[0], scaling.yielded_to) == (ON, HALF, None)
+    assert own() == OFF[:2]
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("ask", [lambda: torch.is_autocast_enabled("cpu"), lambda: torch.is_autocast_cpu_enabled()])
 def test_a_region_that_a_program_opens_by_the_answer_changes_nothing(x: Tensor, ask: Any) -> None:
     """Neither inside of modules nor outside does a program with it cast by itself."""
-    autoamp.init(device_type="cpu", dtype=HALF, scope="modules")
+    scaling = autoamp.init(device_type="cpu", dtype=HALF, scope="modules").auto_scale()
     model = Asks(lambda: torch.autocast("cpu", enabled=ask()))
     with torch.autocast("cpu", enabled=ask(), dtype=torch.get_autocast_dtype("cpu")):
         Asks()(x)
     for _ in range(2):
         model(x).sum().backward()
     assert set(model.dtypes) == {HALF}
+    assert scaling.yielded_to is None
 
 
 def test_regions_of_another_dtype_or_around_a_model_are_torchs(x: Tensor) -> None:
