@@ -61,6 +61,9 @@ class AutocastRegions(Subscriber):
             local.regions = (*local.regions, (region, None))
             local.traced.autoamp_set(False, True)
         else:
+            if region.fast_dtype is PROTECTED:
+                # Regions within take the dtype from torch, which knows none that is fp32.
+                torch.set_autocast_dtype(region.device, region.prev_fastdtype)
             local.regions = (*local.regions, (region, local.set(False, forced_off=True)))
 
     def _in_cast_call(self, on: Any, traced: list[Any]) -> bool:
@@ -86,7 +89,8 @@ class AutocastRegions(Subscriber):
 
 def _frames() -> Iterator[Any]:
     """Yield the frames from that which enters a region on outwards, without those of ours on the way to it."""
-    frame, is_outside = sys._getframe(1), False
+    frame: Any = sys._getframe(1)
+    is_outside = False
     while frame is not None:
         is_outside = is_outside or not caller_of(frame)[0].startswith("autoamp.")
         if is_outside:

@@ -103,26 +103,32 @@ def _build_getter(original: Any, casts: CastState, device: str | None, answer: A
     return getter
 
 
-def _is_set(args: tuple[Any, ...], device: str | None, casts: CastState) -> bool:
-    """Whether the program sets the state of the casts' device type; read by the caller of a replacement."""
-    asked = device or (args[0] if len(args) > 1 else "cuda")
-    return asked == casts.device_type and not is_torchs(caller_of(sys._getframe(2))[0])
+def _value_set(args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None, casts: CastState) -> Any:
+    """Return what the program sets for the casts' device type; None where torch, or another device, is concerned.
+
+    To be called by a replacement.
+    """
+    values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    asked = device or values.pop("device_type", None) or (values.pop(0) if len(values) > 1 else "cuda")
+    is_ours = asked == casts.device_type and not is_torchs(caller_of(sys._getframe(2))[0])
+    return values.popitem()[1] if is_ours and values else None
 
 
 def _build_switch(original: Any, casts: CastState, device: str | None) -> Any:
     """Build what turns our casts off, and on again."""
     local = casts.local
 
-    def switch(*args: Any) -> Any:
-        if not _is_set(args, device, casts) or casts.autocast_rules():
-            return original(*args)
+    def switch(*args: Any, **kwargs: Any) -> Any:
+        value = _value_set(args, kwargs, device, casts)
+        if value is None or casts.autocast_rules():
+            return original(*args, **kwargs)
         if _are_on(casts):
-            if not args[-1]:
+            if not value:
                 local.set(False, forced_off=_BY_SETTER)
-        elif args[-1] and local.mode.forced_off is _BY_SETTER:
+        elif value and local.mode.forced_off is _BY_SETTER:
             local.set(True, forced_off=False)
         else:
-            original(*args)
+            original(*args, **kwargs)
         return None
 
     return disable_in_dynamo(switch)
@@ -131,8 +137,9 @@ def _build_switch(original: Any, casts: CastState, device: str | None) -> Any:
 def _build_dtype_setter(original: Any, casts: CastState, device: str | None) -> Any:
     """Build what does not let torch keep our dtype, which the program was told: its own regions may have another."""
 
-    def set_dtype(*args: Any) -> Any:
-        is_told = args[-1] is casts.dtype and (_are_on(casts) or casts.local.mode.forced_off is _BY_SETTER)
-        return None if is_told and _is_set(args, device, casts) else original(*args)
+    def set_dtype(*args: Any, **kwargs: Any) -> Any:
+        is_told = _value_set(args, kwargs, device, casts) is casts.dtype
+        is_ours = is_told and (_are_on(casts) or casts.local.mode.forced_off is _BY_SETTER)
+        return None if is_ours else original(*args, **kwargs)
 
     return disable_in_dynamo(set_dtype)

@@ -385,3 +385,15 @@ def test_other_devices_and_dtypes_are_set_in_torch(x: Tensor) -> None:
     assert torch.is_autocast_enabled()
     torch.set_autocast_enabled("cuda", False)
     assert told_of_others()[:2] == (False, False)
+    with pytest.raises(TypeError):
+        torch.set_autocast_enabled()  # type: ignore[call-overload]
+
+
+def test_setters_take_names(x: Tensor) -> None:
+    autoamp.init(device_type="cpu", dtype=HALF)
+    torch.set_autocast_enabled("cpu", enabled=False)
+    assert torch.is_autocast_enabled(device_type="cpu") is False
+    assert F.linear(x, x).dtype is torch.float32
+    torch.set_autocast_enabled(enabled=True, device_type="cpu")
+    torch.set_autocast_dtype("cpu", dtype=HALF)
+    assert (told(), own()) == (ON, OFF[:2])
