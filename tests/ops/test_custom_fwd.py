@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -87,17 +88,24 @@ def train(how: str, handle: autoamp.Handle, model: Calls) -> None:
     if how.startswith("checkpoint"):
         called = nn.Identity()
         called.forward = lambda x: checkpoint(model, x, use_reentrant=how.endswith("reentrant"))
-    called(x).float().sum().backward()
+    backward = called(x).float().sum().backward
+    if how == "thread":
+        # As on CUDA, where autograd has threads of its own.
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+    else:
+        backward()
     assert model.weight.grad is not None
 
 
-HOW = ["plain", "checkpoint", "checkpoint, reentrant"]
+HOW = ["plain", "thread", "checkpoint", "checkpoint, reentrant"]
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_cast_inputs_mean_fp32_in_forward_and_backward(handle: autoamp.Handle, how: str) -> None:
     train(how, handle, Calls(Protected))
-    assert len(Protected.seen) == (7 if how != "plain" else 4)
+    assert len(Protected.seen) == (7 if how.startswith("checkpoint") else 4)
     assert set(Protected.seen) == {FP32}
     assert not is_own_on()
 
