@@ -63,8 +63,11 @@ def _tracing() -> bool | None:
     return jit.is_tracing() or None
 
 
+is_autocast_enabled = torch.is_autocast_enabled
+"""Torch's own: the function that torch has under this name while a handle is active answers for the handle's casts."""
+
 is_any_autocast_enabled: Callable[[], bool] = _find(
-    "torch._C._is_any_autocast_enabled", lambda: any(map(torch.is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
+    "torch._C._is_any_autocast_enabled", lambda: any(map(is_autocast_enabled, ("cpu", "cuda", "mps", "xpu")))
 )
 """Whether this thread is in a ``torch.autocast`` region of any device type."""
 
@@ -238,16 +241,25 @@ tracing_context: Callable[[], Any] = _find("torch._guards.TracingContext.try_get
 Where it is missing, always None."""
 
 
-def traced_frame() -> tuple[str, str] | None:
-    """Return the module and the name of the function that Dynamo traces now; None where it traces none."""
+def traced_frames() -> list[Any]:
+    """Return the functions that Dynamo traces now, the innermost first, each with ``f_globals`` and ``f_code``."""
     if tracing_context() is None:
-        return None
+        return []
     translator = getattr(sys.modules.get("torch._dynamo.symbolic_convert"), "InstructionTranslator", None)
-    try:
-        traced = translator.current_tx().output.current_tx  # type: ignore[union-attr]
-    except AttributeError:
-        return None
-    return traced.f_globals.get("__name__") or "", traced.f_code.co_name
+    frames: list[Any] = []
+    with contextlib.suppress(AttributeError):
+        frames.append(translator.current_tx().output.current_tx)  # type: ignore[union-attr]
+        while (caller := getattr(frames[-1], "parent", None)) is not None:
+            frames.append(caller)
+    return frames
+
+
+def name_in_frame(frame: Any, name: str) -> Any:
+    """Return the value of a name in a frame, or of a closure's name in one of `traced_frames`; None without one."""
+    if not hasattr(frame, "symbolic_locals"):
+        return frame.f_locals.get(name)
+    cell = frame.symbolic_locals.get(name)
+    return None if cell is None else frame.output.side_effects.load_cell(cell).as_python_constant()
 
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -256,6 +268,13 @@ T = TypeVar("T", bound=Callable[..., Any])
 def mark_constant(function: T) -> T:
     """Let Dynamo call a function while it traces, with its constant arguments, and take the result for a constant."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disable_in_dynamo(function: T) -> T:
+    """Let Dynamo end a graph before a call of this function, and begin none in it; imports nothing."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    start_no_graph(function)
     return function
 
 
@@ -269,6 +288,10 @@ def trace_as(traced: Callable[..., Any]) -> Callable[[T], T]:
     return decorate
 
 
+REGION_OF_GRAPH: Any = _find("torch.amp.autocast_mode._UnmanagedAutocast", ())
+"""The class of the autocast regions that a graph enters as it runs; () where there is none."""
+
+
 STRICT_EXPORT = "_strict_export"
 """The name in `torch.export._trace` of what exports by Dynamo. Without it that export may cast ops twice."""
 
@@ -276,8 +299,8 @@ STRICT_EXPORT = "_strict_export"
 def dynamo_names() -> Sequence[tuple[Any, str]]:
     """Return what is patched of Dynamo, once it is imported, as owners and names; nothing where one of them is missing.
 
-    They find the attribute of a tensor, call an operator, run a node with fake tensors, and call the backend. Without
-    them a graph calls methods and operators by their names, and casts when it runs.
+    They find the attribute of a tensor, call an operator, run a node with fake tensors, call the backend, and enter a
+    region of torch.autocast. Without them a graph calls methods and operators by their names, and casts when it runs.
     """
     modules = sys.modules.get
     tensor = getattr(modules("torch._dynamo.variables.tensor"), "TensorVariable", None)
@@ -287,6 +310,7 @@ def dynamo_names() -> Sequence[tuple[Any, str]]:
         (getattr(modules("torch._dynamo.variables.builtin"), "BuiltinVariable", None), "call_function"),
         (modules("torch._dynamo.utils"), "run_node"),
         (getattr(modules("torch._dynamo.output_graph"), "OutputGraph", None), "call_user_compiler"),
+        (getattr(modules("torch._dynamo.variables.ctx_manager"), "AutocastModeVariable", None), "enter"),
     )
     return owners if all(hasattr(owner, name) for owner, name in owners) else ()
 

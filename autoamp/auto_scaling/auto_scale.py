@@ -30,7 +30,7 @@ from autoamp.stepping import (
     open_blocks,
     several_processes,
 )
-from autoamp.torch_private import TELLS_GRAPH_TASKS
+from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +150,10 @@ class AutoScale(Subscriber):
         if (
             self.active
             and not torch.compiler.is_compiling()
-            and region._enabled
+            and not isinstance(region, REGION_OF_GRAPH)
             and region.device == self._optimizers.casts.device_type
+            # Not where the casts go on, or the region is disabled.
+            and self._optimizers.casts.autocast_rules()
             and torch.is_grad_enabled()
         ):
             self.yield_to("torch.autocast")

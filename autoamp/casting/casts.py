@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from autoamp.casting.cache import CastCache
 from autoamp.casting.threads import ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
-from autoamp.torch_private import is_any_autocast_enabled, trace_as
+from autoamp.torch_private import is_any_autocast_enabled, is_autocast_enabled, trace_as
 
 CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 """The dtypes of the tensors that are cast."""
@@ -46,7 +46,7 @@ def build_caster(
     castable, strided, plain = CASTABLE_DTYPES, torch.strided, PLAIN_TYPES
     # Reading these attributes takes a third of the time of ``tensor.device.type``.
     on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-    any_autocast, autocast_rules = is_any_autocast_enabled, torch.is_autocast_enabled
+    any_autocast, autocast_rules = is_any_autocast_enabled, is_autocast_enabled
     local: Any = None if cache is None else cache.local
     cached: Any = None if cache is None else cache.cast
     cast_activation: Any = None if cache is None else cache.cast_activation
@@ -246,7 +246,7 @@ class CastState:
 
     def autocast_rules(self) -> bool:
         """Whether this thread is in a torch.autocast region of this device type: there torch casts, and not we."""
-        return is_any_autocast_enabled() and torch.is_autocast_enabled(self.device_type)
+        return is_any_autocast_enabled() and is_autocast_enabled(self.device_type)
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""

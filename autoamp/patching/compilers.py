@@ -146,7 +146,7 @@ def _calls_replaced(function: Any) -> bool:
 
 def _patch_dynamo(patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> None:
     """Patch Dynamo, which is imported; arguments as for `CompilerTables.teach_dynamo`."""
-    builders = _build_attribute, _build_operator, _build_node, _build_compilation
+    builders = _build_attribute, _build_operator, _build_node, _build_compilation, _build_region
     for (owner, name), build in zip(dynamo_names(), builders, strict=False):
         patches.replace(owner, name, build(original_of(getattr(owner, name)), casts_off, casts_as_traced))
 
@@ -232,3 +232,18 @@ def _build_compilation(original: Any, casts_off: Wrap, casts_as_traced: Wrap) ->
         return casts_off(compiled)
 
     return imitate(compile_graph, original)
+
+
+def _build_region(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
+    """Build what enters a region of torch.autocast: one without a dtype takes that in use where Dynamo traces it.
+
+    The graph would make the region anew as it runs, with casts off.
+    """
+
+    def enter(self: Any, *args: Any) -> Any:
+        device_type, dtype, *_ = self.target_values
+        if dtype is None:
+            self.target_values[1] = casts_as_traced(torch.autocast)(device_type, enabled=False).fast_dtype
+        return original(self, *args)
+
+    return imitate(enter, original)

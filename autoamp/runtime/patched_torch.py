@@ -63,7 +63,9 @@ class PatchedTorch:
             casts.open()
             try:
                 with self.patches.all_or_nothing():
-                    functions = program.patch(self.patches, ops.unlisted_functions(casts))
+                    # Half models cast by themselves, as programs with half models do.
+                    asked = () if settings.casts_models else ops.autocast_functions(casts)
+                    functions = program.patch(self.patches, (*ops.unlisted_functions(casts), *asked))
                     for original, replacement in functions.values():
                         self._compilers.add(original, replacement)
                     # One target for each attribute, the last: a registration goes before the lists.

@@ -271,7 +271,7 @@ def _writable_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         whole = param.grad
         if whole is None:
             continue
-        grad = local_of(whole)
+        grad = whole if type(whole) is torch.Tensor else local_of(whole)
         if (
             grad.layout is torch.strided
             and grad.dtype in _REAL

@@ -35,6 +35,8 @@ from autoamp.tensors import version_of
 
 Mark = tuple[TensorWeakRef, int | None]
 
+_UNKNOWN: tuple[Any, None] = None, None
+
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
 
@@ -101,11 +103,10 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
 
 
 def mark_of(gradient: Tensor) -> Mark:
-    """Return what tells this gradient, with these values, from any other: the object and its version.
+    """Return what tells this gradient, with these values, from any other: the object, referred to weakly, and a version.
 
     Writes that torch does not count go unseen: through ``.data``, through numpy, and in-place collectives. Of a DTensor
-    the version is None, since it does not count multi-tensor functions either. The object is referred to weakly, since
-    an id is used again.
+    the version is None, since it does not count multi-tensor functions either.
     """
     return TensorWeakRef(gradient), None if is_sharded(gradient) else version_of(gradient)
 
@@ -123,12 +124,21 @@ class CheckedGrads:
 
     def note(self, params: Iterable[Tensor]) -> None:
         """Take note that the gradients of these parameters were checked as they are now."""
-        self._marks.update((id(param), mark_of(param.grad)) for param in params if param.grad is not None)
+        for param in params:
+            if (grad := param.grad) is not None:
+                # `mark_of` written out for plain tensors: this runs for each parameter of each step.
+                is_plain = type(grad) is Tensor and not grad.is_inference()
+                self._marks[id(param)] = (TensorWeakRef(grad), grad._version) if is_plain else mark_of(grad)
 
-    def unchecked(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def unchecked(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradients were not checked, or were written to or replaced since."""
-        get = self._marks.get
-        return [p for p in params if p.grad is not None and not is_same_gradient(get(id(p)), p.grad)]
+        found = []
+        for param in params:
+            if (grad := param.grad) is not None:
+                reference, version = self._marks.get(id(param), _UNKNOWN)
+                if version is None or reference() is not grad or grad._version != version:
+                    found.append(param)
+        return found
 
 
 class GuardedGrads:
