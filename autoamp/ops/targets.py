@@ -91,7 +91,7 @@ def known_ops() -> frozenset[str]:
 def _values_of(namespace: Any) -> dict[str, Any]:
     """Return what a module has, or a class with what it inherits, by name; replacements too."""
     if not isinstance(namespace, type):
-        return vars(namespace)
+        return vars(namespace)  # type: ignore[no-any-return]
     values: dict[str, Any] = {}
     for base in reversed(namespace.__mro__):
         values.update(vars(base))

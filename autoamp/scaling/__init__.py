@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from autoamp.scaling.gradients import CheckedGrads as CheckedGrads
 from autoamp.scaling.gradients import found_any as found_any
 from autoamp.scaling.gradients import grouped_by_kind as grouped_by_kind
 from autoamp.scaling.gradients import is_flat as is_flat
+from autoamp.scaling.gradients import is_same_gradient as is_same_gradient
 from autoamp.scaling.gradients import is_sharded as is_sharded
 from autoamp.scaling.gradients import local_of as local_of
+from autoamp.scaling.gradients import mark_of as mark_of
 from autoamp.scaling.gradients import non_finite as non_finite
 from autoamp.scaling.gradients import scale_ as scale_
 from autoamp.scaling.gradients import total_norm as total_norm

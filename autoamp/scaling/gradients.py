@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from autoamp.errors import UsageError
 from autoamp.scaling.unread_flags import Factor, Scale, inverse_scale
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import unscale_and_check_
 
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
+
+Mark = tuple[TensorWeakRef, int | None]
+_UNKNOWN: tuple[Any, None] = None, None
 
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
@@ -331,3 +335,46 @@ def grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, lis
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
+
+
+# -- gradients that are known --
+
+
+def mark_of(gradient: torch.Tensor) -> Mark:
+    """Return what tells this gradient, with these values, from any other: the object and its version.
+
+    The object is referred to weakly. Writes that torch does not count go unseen: through ``.data``, through numpy, and
+    in-place collectives. Of a DTensor
+    the version is None, since it does not count multi-tensor functions either.
+    """
+    return TensorWeakRef(gradient), None if is_sharded(gradient) else version_of(gradient)
+
+
+def is_same_gradient(mark: Mark | None, gradient: torch.Tensor) -> bool:
+    """Whether a gradient is the one of the mark, and was not written to since."""
+    return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == version_of(gradient)
+
+
+class CheckedGrads:
+    """The gradients of one optimizer that were checked, as they were then."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, Mark] = {}
+
+    def note(self, params: Iterable[torch.Tensor]) -> None:
+        """Take note that the gradients of these parameters were checked as they are now."""
+        for param in params:
+            if (grad := param.grad) is not None:
+                # `mark_of` written out for plain tensors: this runs for each parameter of each step.
+                is_plain = type(grad) is torch.Tensor and not grad.is_inference()
+                self._marks[id(param)] = (TensorWeakRef(grad), grad._version) if is_plain else mark_of(grad)
+
+    def unchecked(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose gradients were not checked, or were written to or replaced since."""
+        found = []
+        for param in params:
+            if (grad := param.grad) is not None:
+                reference, version = self._marks.get(id(param), _UNKNOWN)
+                if version is None or reference() is not grad or grad._version != version:
+                    found.append(param)
+        return found

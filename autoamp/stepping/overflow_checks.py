@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
-from autoamp.scaling import LossScaler, Scale, found_any, is_sharded, unscale_
+from autoamp.scaling import CheckedGrads, LossScaler, Scale, found_any, unscale_
 from autoamp.stepping.attach import stepped_params
 from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.ranks import (
@@ -31,11 +30,6 @@ from autoamp.stepping.ranks import (
     sync_group,
 )
 from autoamp.stepping.skips import Skips, Step, StepOwner
-from autoamp.tensors import version_of
-
-Mark = tuple[TensorWeakRef, int | None]
-
-_UNKNOWN: tuple[Any, None] = None, None
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
@@ -100,45 +94,6 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
     for check, flags in unread:
         check.overflowed = any(values[: len(flags)])
         values = values[len(flags) :]
-
-
-def mark_of(gradient: Tensor) -> Mark:
-    """Return what tells this gradient, with these values, from any other: the object, referred to weakly, and a version.
-
-    Writes that torch does not count go unseen: through ``.data``, through numpy, and in-place collectives. Of a DTensor
-    the version is None, since it does not count multi-tensor functions either.
-    """
-    return TensorWeakRef(gradient), None if is_sharded(gradient) else version_of(gradient)
-
-
-def is_same_gradient(mark: Mark | None, gradient: Tensor) -> bool:
-    """Whether a gradient is the one of the mark, and was not written to since."""
-    return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == version_of(gradient)
-
-
-class CheckedGrads:
-    """The gradients of one optimizer that were checked, as they were then."""
-
-    def __init__(self) -> None:
-        self._marks: dict[int, Mark] = {}
-
-    def note(self, params: Iterable[Tensor]) -> None:
-        """Take note that the gradients of these parameters were checked as they are now."""
-        for param in params:
-            if (grad := param.grad) is not None:
-                # `mark_of` written out for plain tensors: this runs for each parameter of each step.
-                is_plain = type(grad) is Tensor and not grad.is_inference()
-                self._marks[id(param)] = (TensorWeakRef(grad), grad._version) if is_plain else mark_of(grad)
-
-    def unchecked(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters whose gradients were not checked, or were written to or replaced since."""
-        found = []
-        for param in params:
-            if (grad := param.grad) is not None:
-                reference, version = self._marks.get(id(param), _UNKNOWN)
-                if version is None or reference() is not grad or grad._version != version:
-                    found.append(param)
-        return found
 
 
 class GuardedGrads:

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.errors import UsageError
-from autoamp.scaling import Scale, is_same_scale, total_norm
+from autoamp.scaling import Scale, is_same_gradient, is_same_scale, mark_of, total_norm
 from autoamp.stepping.attach import guard_before, living_optimizers_and_modules, stepped_params
 from autoamp.stepping.guard import StepGuard
-from autoamp.stepping.overflow_checks import is_same_gradient, mark_of
 from autoamp.tensors import version_of
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import autoamp
-from autoamp.ops.list_checks import autocast_differences, autocast_policies
+from autoamp.diagnostics.list_checks import autocast_differences, autocast_policies
 from autoamp.rules import CastPolicy, CastTable, load_table, shipped_table
 from autoamp.torch_private import autocast_registrations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoamp.diagnostics.list_checks import check_lists
 from autoamp.ops import known_ops
-from autoamp.ops.list_checks import check_lists
 from autoamp.rules import CastPolicy, CastTable, shipped_table
 
 
