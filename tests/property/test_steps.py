@@ -261,8 +261,10 @@ class World:
         for _ in range(2 if action.how == "twice" else 1):
             self.loss(action).backward()
         overflowed = action.overflows and not set(named).isdisjoint(action.models)
-        # A block looks at all gradients of its optimizers; a pass looks at what it adds, and the step at the sum.
-        stale = any(grad is not None and not grad.isfinite().all() for number in named for grad in before[number])
+        # A block looks at the gradients of its optimizers, but for those of which an earlier block has told already; a
+        # pass looks at what it adds, and the step at the sum.
+        untold = [number for number in named if not any(self.found[number])]
+        stale = any(grad is not None and not grad.isfinite().all() for number in untold for grad in before[number])
         for number in named:
             if action.how == "delayed" and not auto:
                 self.delayed[number] = True
@@ -581,6 +583,10 @@ FOUND: list[list[Any]] = [
     [_with_closure(0, 1, False), _with_closure(0, 2, True), Step(0)],
     [BLOCK, AddGroup(0), Block(0, (0,), (1,)), BLOCK],
     [BLOCK, Step(0), Save(), BLOCK, Step(0), Load(), BLOCK, Step(0)],
+    [OVERFLOW, BOTH, Step(0), Step(1)],
+    [OVERFLOW, BOTH, Step(1), BOTH, Step(0)],
+    [OVERFLOW, BLOCK, BOTH, NAN, BOTH, Step(1), Step(0)],
+    [Block(0, (0,), (0,), True, "delayed"), BOTH, Step(1), Step(0)],
     [DELAYED, Step(0), DELAYED, BLOCK, Step(0), Block(5, (0,), (0,), True, "delayed"), Step(0)],
 ]  # fmt: skip
 
