@@ -145,7 +145,17 @@ def _unscale(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> l
     flags: list[Tensor] = []
     for guard in waiting:
         own = [param for param in guard.grads.params() if count[id(param.grad)] == 1]
-        flags += guard.grads.without_earlier(unscale_(own, scale, scaler.unread.blank))
+        flags += _without_earlier(guard.grads.checks, unscale_(own, scale, scaler.unread.blank))
         unscaled = {id(param.grad) for param in own}
         params = [param for param in params if id(param.grad) not in unscaled]
     return [*flags, *unscale_(params, scale, scaler.unread.blank)]
+
+
+def _without_earlier(checks: Sequence[OverflowCheck], flags: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Clear flags if a check of an earlier block tells of an overflow. Waits for nothing."""
+    if any(check.overflowed for check in checks):
+        return ()
+    for flag in flags:
+        for earlier in (one for check in checks for one in check.found):
+            flag.mul_(earlier.to(flag.device, non_blocking=True) == 0)
+    return flags

@@ -73,17 +73,21 @@ class OptimizerSteps(Subscriber):
                 optimizers.program.tell(Subscriber.step_begins)
                 optimizers.check_underflow(optimizer)
                 plain_step = optimizers.step_stats.last = Step()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            optimizers.running.add(id(optimizer))
+            try:
+                return original(optimizer, *args, **kwargs)
+            finally:
+                optimizers.running.discard(id(optimizer))
+
         if guard is not None and not guard.stepping:
-            return guard.step(functools.partial(original, optimizer), args, kwargs)
-        optimizers.running.add(id(optimizer))
-        try:
-            result = None
-            if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
-                plain_step.skipped_by = "on_nonfinite"
-            else:
-                result = optimizers.casts.local.with_mode(original, False)(optimizer, *args, **kwargs)
-        finally:
-            optimizers.running.discard(id(optimizer))
+            return guard.step(run, args, kwargs)
+        result = None
+        if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
+            plain_step.skipped_by = "on_nonfinite"
+        else:
+            result = optimizers.casts.local.with_mode(run, False)(*args, **kwargs)
         if plain_step is not None:
             optimizers.step_stats.plain += 1
             optimizers.program.tell(Subscriber.step_ended, plain_step)
@@ -110,13 +114,15 @@ class OptimizerSteps(Subscriber):
 
 
 def _guard_around(guards: Iterable[StepGuard], optimizer: Any) -> StepGuard | None:
-    """Return the guard that has checked the gradients of an optimizer without one; None where none has.
+    """Return the guard that stands for an optimizer without one: its checks and masters are of the same parameters.
 
-    A wrapper such as SAM was given to ``scale_loss`` and steps the optimizer within it outside of its own step. An
-    optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
+    A wrapper such as SAM was given to ``scale_loss`` and steps the optimizer within it outside of its own step. At a
+    loss scale of 1.0 there are no checks, and masters have to be copied down all the same. An optimizer that takes
+    found_inf on its device would not get it there, so the guard of one is passed over.
     """
     for guard in guards:
-        if guard.grads.checks and not guard.stepping and not takes_flag(guard.optimizer):
+        has_part = guard.grads.checks or guard.masters is not None
+        if has_part and not guard.stepping and not takes_flag(guard.optimizer):
             params = set(map(id, guard.grads.params()))
             if all(id(param) in params for param in stepped_params(optimizer)):
                 return guard

@@ -228,15 +228,6 @@ class GuardedGrads:
         self.checks.append(check)
         self.last, self.agreed = (check.scaler, check.scale), False
 
-    def without_earlier(self, flags: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Clear flags if a check that waits for the step tells of an overflow already. Waits for nothing."""
-        if any(check.overflowed for check in self.checks):
-            return ()
-        for flag in flags:
-            for earlier in (one for check in self.checks for one in check.found):
-                flag.mul_(earlier.to(flag.device, non_blocking=True) == 0)
-        return flags
-
     def block_ended(self, check: OverflowCheck, *, is_concerned: bool) -> None:
         """Take note of what a block unscaled, and keep its check if that concerns the optimizer."""
         self._unscaled = self.params()
