@@ -167,8 +167,8 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
 
     Raises:
         ListFileError: A list cannot be used.
-        UsageError: An argument is wrong. On entry: a region with other settings is open in another thread, or `init` was
-            called there with other settings than this region asks for.
+        UsageError: An argument is wrong. On entry: a region with other settings is open in another thread, or `init`
+            was called there with other settings than this region asks for.
         LossScaleError: The loss scale is invalid.
     """
     _check_enabled(enabled, "region")

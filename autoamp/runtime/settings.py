@@ -68,7 +68,7 @@ class Settings:
         return settings
 
     def covers(self, asked: Settings) -> bool:
-        """Whether these settings have all that ``asked`` asks for: dtype, device type, lists, and what is no default."""
+        """Whether these settings have what others ask for: dtype, device type, lists, and all that is no default."""
         wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
         defaults = {field.name: field.default for field in fields(asked)}
         return all(value == defaults[name] or value == getattr(self, name) for name, value in wanted.items())

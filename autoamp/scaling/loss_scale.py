@@ -195,8 +195,9 @@ class StaticLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Count the steps without an overflow. See `LossScaler.update`."""
-        self.unread.catch_up()
-        self._move(found_inf)
+        with self.unread.lock:
+            self.unread.catch_up()
+            self._move(found_inf)
 
     def scale_without_sync(self) -> float:
         """Return the scale. See `LossScaler.scale_without_sync`."""
@@ -263,8 +264,9 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
-        self._leave_device()
-        self._move(found_inf)
+        with self.unread.lock:
+            self._leave_device()
+            self._move(found_inf)
 
     def scale_without_sync(self) -> Scale:
         """Return the scale, from the device where only that knows it. See `LossScaler.scale_without_sync`."""

@@ -94,16 +94,21 @@ class OptimizerSteps(Subscriber):
         optimizers.casts.cache.clear()
         return result
 
-    def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
+    def clips_gradients(self, function: str, tensors: Iterable[Tensor]) -> None:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
-        self._optimizers.left_scaled.refuse(f"{function} would clip", params)
-        if self._warned_of_clipping:
+        left = self._optimizers.left_scaled
+        scaled = [guard for guard in self._optimizers.guards if _is_scaled(guard)]
+        if not left and (not scaled or self._warned_of_clipping):
             return
+        params = list(tensors)
+        if function == "get_total_norm":
+            given = set(map(id, params))
+            leaves = (leaf for guard in scaled for leaf in guard.grads.leaves())
+            params = [leaf for leaf in (*left.params(), *leaves) if id(leaf.grad) in given]
+        left.refuse(f"{function} would {'use' if function == 'get_total_norm' else 'clip'}", params)
         clipped = set(map(id, params))
-        for guard in self._optimizers.guards:
-            grads = guard.grads
-            is_scaled = (guard.in_block or grads.delayed is not None) and not is_same_scale(grads.scale, 1.0)
-            if is_scaled and not clipped.isdisjoint(map(id, grads.leaves())):
+        for guard in () if self._warned_of_clipping else scaled:
+            if not clipped.isdisjoint(map(id, guard.grads.leaves())):
                 self._warned_of_clipping = True
                 warn_user(
                     f"{function} was called inside the scale_loss block of {guard.name}, or after one with "
@@ -111,6 +116,11 @@ class OptimizerSteps(Subscriber):
                     "Call it after the with block of the last loss, which has no delay_unscale, before optimizer.step()"
                 )
                 return
+
+
+def _is_scaled(guard: StepGuard) -> bool:
+    grads = guard.grads
+    return (guard.in_block or grads.delayed is not None) and not is_same_scale(grads.scale, 1.0)
 
 
 def _guard_around(guards: Iterable[StepGuard], optimizer: Any) -> StepGuard | None:
