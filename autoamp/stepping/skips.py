@@ -57,6 +57,9 @@ class StepOwner(Generic[Guard]):
     def step_begins(self, guard: Guard) -> None:
         """Called at each step, before it is taken or skipped."""
 
+    def step_skipped(self) -> None:
+        """Called once it is known that gradients overflowed and a step was skipped. It raises nothing."""
+
 
 class Step:
     """The record of one call of ``optimizer.step()``, of any optimizer, until its next one.
@@ -149,6 +152,7 @@ class Skips:
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
         owner.step_stats.add_skip()
+        owner.step_skipped()
         step.explanation = next(iter(owner.program.tell(Subscriber.step_known, self, step)), None)
         if self.total & (self.total - 1) == 0:
             logger.warning(
