@@ -88,12 +88,14 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
     for guard in guards:
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
+    unscaled: set[int] = set()
     for guard in guards:
         guard.grads.collect(new_pass=True)
         guard.grads.resolve_dropped_grads()
-        # Gradients that a block left scaled are brought to the scale of this one.
-        if guard.grads.delayed is None or not scaler.checks or not guard.grads.has_any():
-            guard.grads.finish_delayed()
+        # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a block
+        # of another scaler left is that scaler's, so it is checked before this block adds to it.
+        if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
+            guard.grads.finish_delayed(unscaled)
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_without_sync()
     seen: set[int] = set()

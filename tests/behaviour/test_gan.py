@@ -74,6 +74,18 @@ def test_a_shared_block_after_an_overflow_skips_the_optimizer_of_that_overflow_a
     assert shared == OVERFLOW or scales[1] == 65536.0
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_in_a_delayed_part_lowers_the_scale_of_its_own_loss(bad: int) -> None:
+    (net, _), (optimizer, _) = two_networks(num_losses=2)
+    for number in (0, 1):
+        loss = net(torch.ones(1, 4)).float().sum() * (OVERFLOW if number == bad else 0.01)
+        with autoamp.scale_loss(loss, optimizer, loss_id=number, delay_unscale=number == 0) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    scales = [autoamp.state_dict()[f"loss_scaler{number}"]["loss_scale"] for number in (0, 1)]
+    assert scales == [32768.0 if number == bad else 65536.0 for number in (0, 1)]
+
+
 def test_a_wrapped_optimizer_has_a_scaler_for_each_loss_in_the_order_of_the_calls() -> None:
     handle, net = started(), nn.Linear(4, 1, bias=False)
     optimizer = handle.wrap_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), num_loss=2)

@@ -249,7 +249,7 @@ class World:
         # For each optimizer: what blocks found since its last step; whether any block checked; gradients left scaled.
         self.found: list[list[bool]] = [[], []]
         self.was_checked, self.left_scaled = [False, False], [False, False]
-        self.delayed = [False, False]
+        self.delayed, self.delayed_by = [False, False], [0, 0]
         # Gradients that the program replaced at masters, and then cleared at half parameters. As in Apex the masters
         # keep theirs, until a backward pass.
         self.replaced, self.keeps_replaced = [False, False], [False, False]
@@ -280,6 +280,9 @@ class World:
             # They are right if the scale is the same still.
             raise Unclear
         for number in named:
+            if self.has_two_scalers and self.delayed_by[number] != action.seed % 2:
+                # It is checked before this block, by its own scaler.
+                self.finish_delayed(number)
             self.delayed[number] = False
         if action.how == "cleared":
             if any(any(self.found[number]) for number in named):
@@ -303,7 +306,7 @@ class World:
             if not self.way.checks:
                 continue
             if action.how == "delayed" and not auto:
-                self.delayed[number] = True
+                self.delayed[number], self.delayed_by[number] = True, action.seed % 2
             elif any(param.grad is not None for param in self.params(number)):
                 self.found[number].append(overflowed or (stale and not auto))
                 self.was_checked[number] = True
@@ -371,12 +374,7 @@ class World:
             raise Refused
         if self.keeps_replaced[number]:
             raise Unclear
-        if self.delayed[number]:
-            self.delayed[number] = False
-            grads = [param.grad for param in self.params(number) if param.grad is not None]
-            if grads:
-                self.found[number].append(not all(grad.isfinite().all() for grad in grads))
-                self.was_checked[number] = True
+        self.finish_delayed(number)
         if action.closure is not None and all(param.grad is None for param in self.params(number)):
             # The gradients of earlier blocks were dropped.
             self.found[number].clear()
@@ -397,6 +395,20 @@ class World:
         if not skips:
             self.stepper(action).step()
         self.after_step(number)
+
+    @property
+    def has_two_scalers(self) -> bool:
+        """Whether losses of odd seeds have a scaler of their own."""
+        return self.way.name.startswith("O")
+
+    def finish_delayed(self, number: int) -> None:
+        """Check what a block left scaled."""
+        if self.delayed[number]:
+            self.delayed[number] = False
+            grads = [param.grad for param in self.params(number) if param.grad is not None]
+            if grads:
+                self.found[number].append(not all(grad.isfinite().all() for grad in grads))
+                self.was_checked[number] = True
 
     def stepper(self, action: Step) -> Any:
         """Return what the program steps: the optimizer, or the one within it."""
@@ -455,7 +467,7 @@ class Mixed(World):
         given: dict[str, Any] = {"dtype": way.dtype, "device_type": "cpu", "lists": LISTS, "loss_scale": scale}
         if way.name.startswith("O"):
             self.models, self.optimizers = autoamp.initialize(
-                self.models, self.optimizers, opt_level=way.name, verbosity=0, **given
+                self.models, self.optimizers, opt_level=way.name, num_losses=2, verbosity=0, **given
             )
         else:
             autoamp.init(**given)
@@ -480,7 +492,8 @@ class Mixed(World):
         block: Any = contextlib.nullcontext(loss)
         if self.way.name != "auto_scale":
             optimizers = [self.optimizers[number] for number in named]
-            block = self.handle.scale_loss(loss, optimizers, delay_unscale=action.how == "delayed")
+            loss_id = action.seed % 2 if self.has_two_scalers else 0
+            block = self.handle.scale_loss(loss, optimizers, loss_id, delay_unscale=action.how == "delayed")
         with contextlib.suppress(ProgramError), block as scaled:
             if action.how == "cleared":
                 for number in named:
@@ -641,6 +654,8 @@ FOUND: list[list[Any]] = [
     [OVERFLOW, BOTH, Step(1), BOTH, Step(0)],
     [OVERFLOW, BLOCK, BOTH, NAN, BOTH, Step(1), Step(0)],
     [Block(0, (0,), (0,), True, "delayed"), BOTH, Step(1), Step(0)],
+    [Block(1, (0,), (0,), True, "delayed"), BOTH, Step(1), Step(0)],
+    [Block(1, (0, 1), (0, 1), how="delayed"), BOTH, Step(1), Step(0)],
     [DELAYED, Step(0), DELAYED, BLOCK, Step(0), Block(5, (0,), (0,), True, "delayed"), Step(0)],
 ]  # fmt: skip
 
