@@ -24,7 +24,7 @@ from autoamp.stepping.masters import MasterWeights
 from autoamp.stepping.rank_consistency import compare_ranks, rank_sets
 from autoamp.stepping.ranks import RequestedGroup, several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
-from autoamp.stepping.setting_warnings import BufferWatch, UnderflowWatch, check_optimizer
+from autoamp.stepping.setting_warnings import UnderflowWatch, check_optimizer
 from autoamp.stepping.skips import StepCounts, StepOwner
 
 
@@ -59,7 +59,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         self._asked: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.program = Program()
-        self._vanishing, self._buffers = UnderflowWatch(), BufferWatch()
+        self._vanishing = UnderflowWatch()
         self.left_scaled = LeftScaled(lambda: self.guards)
 
     @property
@@ -187,10 +187,6 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
         self.compare_settings(guard)
-
-    def step_skipped(self) -> None:
-        """Tell once of buffers that skipped steps have left with inf or nan."""
-        self._buffers.look()
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""

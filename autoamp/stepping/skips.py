@@ -16,6 +16,7 @@ from autoamp.casting import CastState
 from autoamp.program import Program, Subscriber
 from autoamp.scaling import LossScaler, UnreadFlags
 from autoamp.stepping.ranks import RequestedGroup
+from autoamp.stepping.setting_warnings import BufferWatch
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,6 @@ class StepOwner(Generic[Guard]):
 
     def step_begins(self, guard: Guard) -> None:
         """Called at each step, before it is taken or skipped."""
-
-    def step_skipped(self) -> None:
-        """Called once it is known that gradients overflowed and a step was skipped. It raises nothing."""
 
 
 class Step:
@@ -152,7 +150,6 @@ class Skips:
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
         owner.step_stats.add_skip()
-        owner.step_skipped()
         step.explanation = next(iter(owner.program.tell(Subscriber.step_known, self, step)), None)
         if self.total & (self.total - 1) == 0:
             logger.warning(
@@ -180,7 +177,7 @@ class StepCounts:
         self.own: list[LossScaler] = []
         self.own_scale: SupportsFloat | None = None
         self.last = Step()
-        self._catch_up = catch_up
+        self._catch_up, self._buffers = catch_up, BufferWatch()
         self._skipped = 0
 
     @property
@@ -213,8 +210,9 @@ class StepCounts:
             self.own.append(scaler)
 
     def add_skip(self) -> None:
-        """Count a skip."""
+        """Count a skip, and tell once of buffers in which skipped steps have left inf or nan."""
         self._skipped += 1
+        self._buffers.look()
 
     def reset(self, steps: int = 0, skipped: int = 0) -> None:
         """Count steps and skips from these numbers on."""
