@@ -92,12 +92,12 @@ class Subscriber:
     def around_function_backward(self, apply: Function) -> Function:
         """The backward of a custom `torch.autograd.Function`, called with its context."""
 
-    def clips_gradients(self, function: str, tensors: Iterable[Tensor]) -> None:
+    def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
         """A function of `torch.nn.utils` is about to clip gradients, or to take their norm for that.
 
         Args:
             function: Its name.
-            tensors: What it was given: parameters, or for ``get_total_norm`` their gradients.
+            params: What it was given: parameters, or for ``get_total_norm`` their gradients.
         """
 
     # -- optimizers --

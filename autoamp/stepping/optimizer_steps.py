@@ -94,13 +94,13 @@ class OptimizerSteps(Subscriber):
         optimizers.casts.cache.clear()
         return result
 
-    def clips_gradients(self, function: str, tensors: Iterable[Tensor]) -> None:
+    def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
         left = self._optimizers.left_scaled
         scaled = [guard for guard in self._optimizers.guards if _is_scaled(guard)]
         if not left and (not scaled or self._warned_of_clipping):
             return
-        params = list(tensors)
+        params = list(params)
         if function == "get_total_norm":
             given = set(map(id, params))
             leaves = (leaf for guard in scaled for leaf in guard.grads.leaves())
