@@ -85,7 +85,12 @@ class Subscriber:
         """The backward of a custom `torch.autograd.Function`, called with its context."""
 
     def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
-        """A function of `torch.nn.utils` is about to clip the gradients of these parameters."""
+        """A function of `torch.nn.utils` is about to clip gradients, or to take their norm for that.
+
+        Args:
+            function: Its name.
+            params: What it was given: parameters, or for ``get_total_norm`` their gradients.
+        """
 
     # -- optimizers --
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,9 @@ def points() -> Iterator[Point]:
         yield Point(Module, name, Subscriber.hook_registered, _hook_of)
     for name in ("register_module_full_backward_hook", "register_module_full_backward_pre_hook"):
         yield Point(torch.nn.modules.module, name, Subscriber.hook_registered, _hook_of_all)
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
+    # The last two came with torch 2.6.
+    pair = ("get_total_norm", "clip_grads_with_norm_") if hasattr(torch.nn.utils, "get_total_norm") else ()
+    for name in ("clip_grad_norm_", "clip_grad_value_", *pair):
         yield Point(torch.nn.utils, name, Subscriber.clips_gradients, _before_clipping)
     yield Point(Optimizer, "__init__", Subscriber.optimizer_made, _after)
     yield Point(Optimizer, "__setstate__", Subscriber.optimizer_made, _after)
@@ -122,13 +125,17 @@ def _before_exit(original: Any, hears: Hears) -> Any:
 
 
 def _before_clipping(original: Any, hears: Hears) -> Any:
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+    first = next(iter(inspect.signature(original).parameters))
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and (args or first in kwargs):
+            tensors = args[0] if args else kwargs.pop(first)
             # A generator can be gone through once.
-            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             for hear in hears:
-                hear(original.__name__, parameters)
-        return original(parameters, *args, **kwargs)
+                hear(original.__name__.lstrip("_"), tensors)
+            args = (tensors, *args[1:])
+        return original(*args, **kwargs)
 
     return clip
 

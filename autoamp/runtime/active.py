@@ -38,6 +38,8 @@ class ActiveHandles:
         self.disabled: type[NoOpHandle] = NoOpHandle
         self._handle: Handle | None = None
         self._base: BaseHandle | None = None
+        # In which the base handle was set.
+        self._base_thread = threading.current_thread()
         self._open: list[tuple[Handle, int]] = []
 
     @property
@@ -66,7 +68,7 @@ class ActiveHandles:
                 raise UsageError("torch cannot be patched again while a region is open; leave the region's block first")
             before = self.handle or self.base
             self._switch(handle if isinstance(handle, Handle) else None)
-            self._base = handle
+            self._base, self._base_thread = handle, threading.current_thread()
             if before is not None:
                 before.deactivate()
 
@@ -79,17 +81,13 @@ class ActiveHandles:
             own: Makes the region's own handle, or returns the one that it made before.
 
         Raises:
-            UsageError: A region with other settings is open in another thread.
+            UsageError: Another thread uses a handle with other settings.
         """
         thread = threading.get_ident()
         with self.lock:
             handle = self.handle
-            if handle is None or (settings is not None and handle.settings != settings):
-                if any(other != thread for _, other in self._open):
-                    raise UsageError(
-                        "a region with other settings is open in another thread, and torch can be patched in one way "
-                        "at a time; use the same settings in both, or one region after the other"
-                    )
+            if handle is None or (settings is not None and not self._fits(handle, settings, thread)):
+                self._check_alone(handle, thread)
                 handle = own()
                 self._switch(handle)
             self._open.append((handle, thread))
@@ -103,6 +101,32 @@ class ActiveHandles:
                 if handle is self._handle and handle is not below:
                     # A handle that its owner deactivated stays so.
                     self._switch(below if isinstance(below, Handle) and not runtime_of(below).ended else None)
+
+    def _fits(self, handle: Handle, settings: Settings, thread: int) -> bool:
+        """Whether the active handle serves a region. On the thread of the handle all settings have to be the same."""
+        if handle.settings == settings:
+            return True
+        return self._is_of_other_thread(handle, thread) and handle.settings.covers(settings)
+
+    def _is_of_other_thread(self, handle: Handle | None, thread: int) -> bool:
+        """Whether a handle is the base, and was set in another thread, which lives."""
+        of_handle = self._base_thread
+        return handle is not None and handle is self._base and of_handle.ident != thread and of_handle.is_alive()
+
+    def _check_alone(self, handle: Handle | None, thread: int) -> None:
+        """Raise UsageError if the active handle cannot be suspended, as another thread uses it."""
+        if any(other != thread for _, other in self._open):
+            raise UsageError(
+                "a region with other settings is open in another thread, and torch can be patched in one way "
+                "at a time; use the same settings in both, or one region after the other"
+            )
+        if handle is not None and self._is_of_other_thread(handle, thread):
+            settings = handle.settings
+            raise UsageError(
+                "init() was called in another thread with other settings than this region's, and torch can be patched "
+                f"in one way at a time; give the region those of the handle (dtype={settings.dtype}, "
+                f"device_type={settings.device_type!r}, its lists, and nothing else), or none: autoamp.region()"
+            )
 
     def _switch(self, handle: Handle | None) -> None:
         """Suspend the active handle and activate another. On an error nothing changes."""

@@ -135,10 +135,9 @@ class Region(Generic[H]):
                     block.callback(handle.deactivate)
             else:
                 handle = block.enter_context(handles.region(self._settings, lambda: self._own_handle))
-                casts = runtime_of(handle).casts
-                # Without settings of its own it goes over the scope of the handle around it.
-                on = None if self._settings is not None and casts.in_modules else True
-                block.enter_context(casts.switched(on, forced_off=False))
+                # Without a scope of its own it goes over that of the handle around it.
+                on = None if self._settings is not None and self._settings.scope == "modules" else True
+                block.enter_context(runtime_of(handle).casts.switched(on, forced_off=False))
             self._entered.setdefault(threading.get_ident(), []).append(block.pop_all())
         return handle  # type: ignore[return-value]
 
@@ -157,6 +156,8 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
     A region with settings casts only in the thread that enters it; with ``scope="modules"`` it casts within modules
     alone, in all threads. A region without settings casts everything, whatever the scope of the active handle.
 
+    On another thread than that of `init` the active handle serves the region, and scales losses there.
+
     Entering and leaving patch and restore torch, which takes about ten milliseconds each. Use a region around a whole
     training loop; around each step prefer `init`.
 
@@ -167,7 +168,8 @@ def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Reg
 
     Raises:
         ListFileError: A list cannot be used.
-        UsageError: An argument is wrong. On entry: a region with other settings is open in another thread.
+        UsageError: An argument is wrong. On entry: a region with other settings is open in another thread, or `init`
+            was called there with other settings than this region asks for.
         LossScaleError: The loss scale is invalid.
     """
     _check_enabled(enabled, "region")

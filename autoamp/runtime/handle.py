@@ -217,7 +217,8 @@ class BaseHandle:
         Args:
             loss: A floating tensor, usually a scalar.
             optimizers: The optimizer or optimizers whose gradients the loss contributes to, or ``[]``. If at the end
-                of the block any of their gradients holds inf or nan, the next step of each of them is skipped.
+                of the block any of their gradients holds inf or nan, the next step of each of them is skipped. An
+                overflow in an earlier block concerns the optimizers of that block alone.
             loss_id: Which scaler to use.
             delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
 

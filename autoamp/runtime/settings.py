@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,12 @@ class Settings:
             raise UsageError(f"on_nonfinite={settings.on_nonfinite!r} is unknown; choose 'warn', 'raise', 'skip'")
         make_scaler(settings.loss_scale, dtype)
         return settings
+
+    def covers(self, asked: Settings) -> bool:
+        """Whether these settings have what others ask for: dtype, device type, lists, and all that is no default."""
+        wanted = {field.name: getattr(asked, field.name) for field in fields(asked)}
+        defaults = {field.name: field.default for field in fields(asked)}
+        return all(value == defaults[name] or value == getattr(self, name) for name, value in wanted.items())
 
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""

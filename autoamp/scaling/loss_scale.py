@@ -56,12 +56,14 @@ class LossScaler(ABC):
     Attributes:
         unread: Flags of updates that the host has not made yet. Reading the scale makes them.
         scale_before: The scale before the last update that the host has made.
+        last_found_inf: Whether the last step by gradients of this loss overflowed, as far as the host knows.
     """
 
     def __init__(self, loss_scale: float) -> None:
         self._loss_scale = loss_scale
         self._unskipped = 0
         self._overflows = 0
+        self.last_found_inf = False
         self.scale_before = loss_scale
         self.unread = UnreadFlags()
 
@@ -120,7 +122,7 @@ class LossScaler(ABC):
         self.unread.add(found_inf, move, urgent=urgent)
 
     def _move(self, found_inf: bool) -> None:
-        self.scale_before = self._loss_scale
+        self.scale_before, self.last_found_inf = self._loss_scale, found_inf
         self._overflows += found_inf
         self._unskipped = 0 if found_inf else self._unskipped + 1
 
@@ -164,6 +166,7 @@ class LossScaler(ABC):
         vars(self).update(
             {
                 "_overflows": 0,
+                "last_found_inf": False,
                 "scale_before": state["_loss_scale"],
                 **{renamed.get(name, name): value for name, value in state.items()},
             }
@@ -195,8 +198,9 @@ class StaticLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Count the steps without an overflow. See `LossScaler.update`."""
-        self.unread.catch_up()
-        self._move(found_inf)
+        with self.unread.lock:
+            self.unread.catch_up()
+            self._move(found_inf)
 
     def scale_without_sync(self) -> float:
         """Return the scale. See `LossScaler.scale_without_sync`."""
@@ -263,8 +267,9 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
-        self._leave_device()
-        self._move(found_inf)
+        with self.unread.lock:
+            self._leave_device()
+            self._move(found_inf)
 
     def scale_without_sync(self) -> Scale:
         """Return the scale, from the device where only that knows it. See `LossScaler.scale_without_sync`."""

@@ -7,6 +7,7 @@ asks for what depends on a flag waits, once for all of them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,9 +38,13 @@ class UnreadFlags:
     Args:
         device_types: Flags on these are worth leaving unread. Those on a CPU cost nothing to read.
         batch: So many flags are copied together. At most twice as many are unread at a time.
+
+    Attributes:
+        lock: Taken while flags come and go, and by the scaler that they are for while it moves.
     """
 
     def __init__(self, device_types: Collection[str] = _ASYNCHRONOUS, batch: int = 16) -> None:
+        self.lock = threading.RLock()
         self._device_types = device_types
         self._batch = batch
         self._here: list[tuple[Tensor, Callable[[bool], None]]] = []
@@ -62,10 +67,11 @@ class UnreadFlags:
         if torch.compiler.is_dynamo_compiling():
             # Code would be compiled anew for each number of parts that are left.
             return torch.zeros(1, dtype=torch.float32, device=device)
-        if not self._blank.get(device):
-            with torch.inference_mode(False):
-                self._blank[device] = list(torch.zeros(16, dtype=torch.float32, device=device).split(1))
-        return self._blank[device].pop()
+        with self.lock:
+            if not self._blank.get(device):
+                with torch.inference_mode(False):
+                    self._blank[device] = list(torch.zeros(16, dtype=torch.float32, device=device).split(1))
+            return self._blank[device].pop()
 
     def add(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
         """Take the flag of a step. Flags that have arrived are told now.
@@ -75,21 +81,25 @@ class UnreadFlags:
             tell: Called with whether the step overflowed, in the order of the steps. It raises nothing.
             urgent: Whether to copy it to the host without waiting for a full batch.
         """
-        self._here.append((found_inf, tell))
-        if self._telling:
-            return
-        is_full = len(self._here) >= self._batch
-        if self._sent is not None and (is_full or self._sent.event is None or self._sent.event.query()):
-            self._read_sent()
-        if self._sent is None and (is_full or urgent):
-            self._send()
+        with self.lock:
+            self._here.append((found_inf, tell))
+            if self._telling:
+                return
+            is_full = len(self._here) >= self._batch
+            if self._sent is not None and (is_full or self._sent.event is None or self._sent.event.query()):
+                self._read_sent()
+            if self._sent is None and (is_full or urgent):
+                self._send()
 
     def catch_up(self) -> None:
         """Wait until all flags are known, and call what waits for them. Does nothing while it is at that."""
-        if not self._telling:
-            self._read_sent()
-            self._send()
-            self._read_sent()
+        # Asked first: compiled code takes no lock.
+        if len(self):
+            with self.lock:
+                if not self._telling:
+                    self._read_sent()
+                    self._send()
+                    self._read_sent()
 
     def _send(self) -> None:
         if not self._here:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
 
 from autoamp.errors import UsageError
 from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_ratio, unscale_
@@ -85,12 +88,14 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
     for guard in guards:
         if guard.in_block:
             raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
+    unscaled: set[int] = set()
     for guard in guards:
         guard.grads.collect(new_pass=True)
         guard.grads.resolve_dropped_grads()
-        # Gradients that a block left scaled are brought to the scale of this one.
-        if guard.grads.delayed is None or not scaler.checks or not guard.grads.has_any():
-            guard.grads.finish_delayed()
+        # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a block
+        # of another scaler left is that scaler's, so it is checked before this block adds to it.
+        if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
+            guard.grads.finish_delayed(unscaled)
     # Read after the loop, in which checks were resolved: that may have changed it.
     scale = scaler.scale_without_sync()
     seen: set[int] = set()
@@ -116,8 +121,7 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         guard.grads.collect()
     check = None
     if checks:
-        params = [param for guard in guards for param in guard.grads.params()]
-        check = OverflowCheck(scaler, scale, unscale_(params, scale, scaler.unread.blank))
+        check = OverflowCheck(scaler, scale, _unscale(guards, scaler, scale))
     for guard in guards:
         # Ranks of a group reduce the flags of all: one without gradients takes part.
         is_concerned = guard.grads.has_any() or guard.grads.group is not None
@@ -126,3 +130,34 @@ def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks
         guard.grads.scale, guard.grads.delayed = 1.0, None
         if check is not None:
             guard.grads.block_ended(check, is_concerned=is_concerned)
+
+
+def _unscale(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
+    """Unscale the gradients of all guards, and return flags of what this block made inf or nan.
+
+    An overflow of an earlier block stays in the gradients of its optimizer. It says nothing of this loss, so an
+    optimizer whose earlier check tells of one has no part in the flags.
+    """
+    params = [param for guard in guards for param in guard.grads.params() if param.grad is not None]
+    waiting = [guard for guard in guards if guard.grads.checks] if len(guards) > 1 else []
+    if not waiting:
+        return unscale_(params, scale, scaler.unread.blank)
+    # Inf in a gradient that several of them step by concerns those without an earlier check too.
+    count = Counter(id(param.grad) for param in params)
+    flags: list[Tensor] = []
+    for guard in waiting:
+        own = [param for param in guard.grads.params() if count[id(param.grad)] == 1]
+        flags += _without_earlier(guard.grads.checks, unscale_(own, scale, scaler.unread.blank))
+        unscaled = {id(param.grad) for param in own}
+        params = [param for param in params if id(param.grad) not in unscaled]
+    return [*flags, *unscale_(params, scale, scaler.unread.blank)]
+
+
+def _without_earlier(checks: Sequence[OverflowCheck], flags: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Clear flags if a check of an earlier block tells of an overflow. Waits for nothing."""
+    if any(check.overflowed for check in checks):
+        return ()
+    for flag in flags:
+        for earlier in (one for check in checks for one in check.found):
+            flag.mul_(earlier.to(flag.device, non_blocking=True) == 0)
+    return flags

@@ -73,17 +73,21 @@ class OptimizerSteps(Subscriber):
                 optimizers.current.begin()
                 optimizers.check_underflow(optimizer)
                 plain_step = optimizers.step_stats.last = Step()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            optimizers.running.add(id(optimizer))
+            try:
+                return original(optimizer, *args, **kwargs)
+            finally:
+                optimizers.running.discard(id(optimizer))
+
         if guard is not None and not guard.stepping:
-            return guard.step(functools.partial(original, optimizer), args, kwargs)
-        optimizers.running.add(id(optimizer))
-        try:
-            result = None
-            if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
-                plain_step.skipped_by = "on_nonfinite"
-            else:
-                result = optimizers.casts.local.with_mode(original, False)(optimizer, *args, **kwargs)
-        finally:
-            optimizers.running.discard(id(optimizer))
+            return guard.step(run, args, kwargs)
+        result = None
+        if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
+            plain_step.skipped_by = "on_nonfinite"
+        else:
+            result = optimizers.casts.local.with_mode(run, False)(*args, **kwargs)
         if plain_step is not None:
             optimizers.step_stats.plain += 1
             optimizers.current.end(plain_step)
@@ -92,14 +96,19 @@ class OptimizerSteps(Subscriber):
 
     def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
-        self._optimizers.left_scaled.refuse(f"{function} would clip", params)
-        if self._warned_of_clipping:
+        left = self._optimizers.left_scaled
+        scaled = [guard for guard in self._optimizers.guards if _is_scaled(guard)]
+        if not left and (not scaled or self._warned_of_clipping):
             return
+        params = list(params)
+        if function == "get_total_norm":
+            given = set(map(id, params))
+            leaves = (leaf for guard in scaled for leaf in guard.grads.leaves())
+            params = [leaf for leaf in (*left.params(), *leaves) if id(leaf.grad) in given]
+        left.refuse(f"{function} would {'use' if function == 'get_total_norm' else 'clip'}", params)
         clipped = set(map(id, params))
-        for guard in self._optimizers.guards:
-            grads = guard.grads
-            is_scaled = (guard.in_block or grads.delayed is not None) and not is_same_scale(grads.scale, 1.0)
-            if is_scaled and not clipped.isdisjoint(map(id, grads.leaves())):
+        for guard in () if self._warned_of_clipping else scaled:
+            if not clipped.isdisjoint(map(id, guard.grads.leaves())):
                 self._warned_of_clipping = True
                 warn_user(
                     f"{function} was called inside the scale_loss block of {guard.name}, or after one with "
@@ -109,14 +118,21 @@ class OptimizerSteps(Subscriber):
                 return
 
 
-def _guard_around(guards: Iterable[StepGuard], optimizer: Any) -> StepGuard | None:
-    """Return the guard that has checked the gradients of an optimizer without one; None where none has.
+def _is_scaled(guard: StepGuard) -> bool:
+    grads = guard.grads
+    return (guard.in_block or grads.delayed is not None) and not is_same_scale(grads.scale, 1.0)
 
-    A wrapper such as SAM was given to ``scale_loss`` and steps the optimizer within it outside of its own step. An
-    optimizer that takes found_inf on its device would not get it there, so the guard of one is passed over.
+
+def _guard_around(guards: Iterable[StepGuard], optimizer: Any) -> StepGuard | None:
+    """Return the guard that stands for an optimizer without one: its checks and masters are of the same parameters.
+
+    A wrapper such as SAM was given to ``scale_loss`` and steps the optimizer within it outside of its own step. At a
+    loss scale of 1.0 there are no checks, and masters have to be copied down all the same. An optimizer that takes
+    found_inf on its device would not get it there, so the guard of one is passed over.
     """
     for guard in guards:
-        if guard.grads.checks and not guard.stepping and not takes_flag(guard.optimizer):
+        has_part = guard.grads.checks or guard.masters is not None
+        if has_part and not guard.stepping and not takes_flag(guard.optimizer):
             params = set(map(id, guard.grads.params()))
             if all(id(param) in params for param in stepped_params(optimizer)):
                 return guard

@@ -73,7 +73,9 @@ class GuardedOptimizers(StepOwner[StepGuard]):
     @property
     def guards(self) -> list[StepGuard]:
         """The guards of all optimizers that live."""
-        return list(self._guards.values())
+        guards: Any = self._guards
+        # Copied by one call, as another thread may guard an optimizer meanwhile.
+        return [guard for optimizer, guard in list(guards.data.items()) if optimizer() is not None]
 
     def guard_of(self, optimizer: Any) -> StepGuard | None:
         """Return the optimizer's guard, None where it has none."""

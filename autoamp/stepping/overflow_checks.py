@@ -133,8 +133,7 @@ class GuardedGrads:
         self.checked = CheckedGrads()
         self.agreed = False
         self._optimizer = weakref.ref(optimizer)
-        self._skips = skips
-        self._owner = owner
+        self._skips, self._owner = skips, owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
         # Who agrees on steps, with the meshes and the request that it was found for.
@@ -210,11 +209,11 @@ class GuardedGrads:
         known = set(map(id, self._unscaled))
         return [param for param in params if id(param) not in known]
 
-    def finish_delayed(self) -> None:
+    def finish_delayed(self, done: set[int] | None = None) -> None:
         """Unscale and check what ``delay_unscale`` left scaled, or what was added after the last block.
 
         Gradients of what was added are taken to be from that block. A gradient does not tell which backward pass made
-        it, so one of a pass that was not scaled is divided too.
+        it, so one of a pass that was not scaled is divided too. Parameters that are in ``done``, by id, are left out.
         """
         params = self.params()
         if self.delayed is not None:
@@ -224,7 +223,9 @@ class GuardedGrads:
             scaler, scale = self.last
         else:
             return
-        self._unscaled = params
+        self._unscaled, done = params, set() if done is None else done
+        scaled = [param for param in scaled if id(param) not in done]
+        done.update(map(id, scaled))
         if any(param.grad is not None for param in scaled):
             self.note(OverflowCheck(scaler, scale, unscale_(scaled, scale, scaler.unread.blank)))
             self.checked.note(scaled)
@@ -269,6 +270,7 @@ class GuardedGrads:
             if not heard and (blamed is None or scaler is not blamed.scaler):
                 scaler.update(False)
         for check in checks:
+            check.scaler.last_found_inf = blamed is not None and check.scaler is blamed.scaler
             if check in clean or check.overflowed:
                 check.reported.told = bool(check.reported.told) or check not in clean
         if blamed is not None:
@@ -356,8 +358,7 @@ class GuardedGrads:
 
     def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
-        flag = None if self.last is None else self.last[0].unread.blank
-        found = unscale_(params, 1.0, flag)
+        found = unscale_(params, 1.0, None if self.last is None else self.last[0].unread.blank)
         self.checked.note(params)
         return found
 

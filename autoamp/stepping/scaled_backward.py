@@ -7,6 +7,7 @@ multiplied by the scale, and so do all gradients of a pass that begins after its
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,9 +37,22 @@ class LeftScaled:
         self._living: weakref.WeakSet[Any] | None = None
         # The parameters that none of them had by then: one that is made later may step them.
         self._in_no_optimizer: list[weakref.ref[Tensor]] = []
+        self._threads: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._of)
+
+    def block_begins(self) -> None:
+        """Take note of the thread of a block."""
+        self._threads.add(threading.get_ident())
+
+    @property
+    def _has_one_thread(self) -> bool:
+        return len(self._threads) < 2
+
+    def params(self) -> list[Tensor]:
+        """Return all parameters of which a note was taken."""
+        return [param for reference in list(self._of.data) if (param := reference()) is not None]
 
     def note(self, params: Iterable[Tensor], scale: Scale, reason: str) -> None:
         """Take note of what a pass left scaled.
@@ -55,13 +69,18 @@ class LeftScaled:
     def note_written(self, params: Sequence[Tensor], scale: Scale, reason: str) -> None:
         """Take note of those parameters whose gradients the pass that calls is going to write, at its end.
 
-        What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass.
+        What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass. Where several threads
+        have blocks, another one may write meanwhile: there those alone count that the graph reaches.
         """
+        alone = self._has_one_thread
+        params = params if alone else [param for param in params if engine_reaches(param)]
         if not params:
             return
         before = [(param, param.grad, _version(param.grad)) for param in params]
 
         def note() -> None:
+            if alone and not self._has_one_thread:
+                return
             # What the program writes to them later, within the block or after it, counts.
             written = [one for one, grad, version in before if one.grad is not grad or _version(grad) != version]
             self.note(written, scale, reason)
@@ -98,12 +117,31 @@ class LeftScaled:
         # Torch counts no writes through `.data`, by which some programs set gradients to 0.
         if left and total_norm([param.grad for param, *_ in left if param.grad is not None], math.inf) != 0:
             param, scale, reason = left[0]
+            if not self._steps_any_of([one for one, *_ in left]):
+                reason = (
+                    "they are of this loss, and no optimizer steps them. Call requires_grad_(False) on what is not "
+                    "trained, or use the parameters of the optimizer alone"
+                )
             # A half parameter and its master have one.
             count = len({id(param.grad) for param, *_ in left})
             raise UsageError(
                 f"{action} gradients that are multiplied by the loss scale {float(scale):g}, those of {count} "
                 f"parameters, the first of shape {tuple(param.shape)}: {reason}"
             )
+
+    def _steps_any_of(self, params: Iterable[Tensor]) -> bool:
+        """Whether an optimizer steps one of these parameters."""
+        theirs = [guard.grads.leaves() for guard in self._guards()]
+        for optimizer in self._optimizers():
+            guard = guard_before(optimizer)
+            theirs.append(stepped_params(optimizer) if guard is None else guard.grads.leaves())
+        stepped = {id(param) for some in theirs for param in some}
+        return any(id(param) in stepped for param in params)
+
+    def _optimizers(self) -> list[Any]:
+        living: Any = self._living
+        # Copied by one call, as another thread may make an optimizer meanwhile.
+        return [] if living is None else [one for reference in list(living.data) if (one := reference()) is not None]
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Take note of an optimizer of torch's class."""
@@ -121,7 +159,7 @@ class LeftScaled:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
         others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
-        for optimizer in self._living or ():
+        for optimizer in self._optimizers():
             if (guard := guard_before(optimizer)) is None:
                 others += stepped_params(optimizer)
             else:
@@ -180,6 +218,7 @@ class BackwardWatch:
         left_scaled: LeftScaled,
     ) -> None:
         self._left_scaled = left_scaled
+        left_scaled.block_begins()
         self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
         self._scale = scale
         # The scaled loss may outlive its block by much.

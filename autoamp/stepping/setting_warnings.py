@@ -1,7 +1,11 @@
-"""Warnings of settings with which training would go on and silently go wrong, and of losses that nobody scales."""
+"""Warnings of settings with which training would go on and silently go wrong, of losses that nobody scales, and of
+buffers that a skipped step leaves with inf or nan.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +15,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.errors import warn_user
+from autoamp.stepping.attach import living_optimizers_and_modules
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS
+
+logger = logging.getLogger(__name__)
 
 # Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
 _STEPS = frozenset({1, 10, 100, 1000})
@@ -121,3 +128,61 @@ def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
     some = torch.stack([(grad != 0).sum().cpu() for grad in dense]).sum().item()
     every = sum(grad.numel() for grad in dense)
     return None if held * 2 >= some > 0 or not every else 1 - held / every
+
+
+class BufferWatch:
+    """Tells once of buffers, such as running statistics, in which the batch of a skipped step has left inf or nan.
+
+    A skipped step leaves parameters as they were. Buffers were written in the forward pass, before anybody knew.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def look(self) -> None:
+        """Look at the buffers of all modules that live and train. Called at a skip; waits for the device."""
+        if self._said:
+            return
+        _, modules = living_optimizers_and_modules()
+        found = {module: names for module in modules if (names := _nonfinite_buffers(module))}
+        if not found:
+            return
+        self._said = True
+        paths = _paths(modules, found)
+        shown = [f"{paths[module]}.{name}" for module, names in found.items() for name in names]
+        more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+        logger.warning(
+            "a skipped step has left inf or nan in buffers: %s%s. A skip keeps parameters as they were, but forward "
+            "has written these buffers, and model.eval() gives inf or nan by them. Call reset_running_stats() on the "
+            "modules, or load an earlier checkpoint. If the batch is finite in fp32, run the layers before them in "
+            "fp32, by a path under [modules] of a list or by handle.override(module, 'fp32')",
+            ", ".join(shown[:4]), more,
+        )  # fmt: skip
+
+
+def _nonfinite_buffers(module: Module) -> list[str]:
+    """Return the names of a module's own buffers in which a forward pass has left inf or nan, as far as one can tell.
+
+    A buffer of another module than a norm may be made with inf, as a mask of attention is, so nan alone counts there.
+    """
+    found: list[str] = []
+    # A module that is half built answers nothing, and a lazy one has no values.
+    with contextlib.suppress(Exception):
+        for name, buffer in module.named_buffers(recurse=False) if module.training else ():
+            if buffer.is_floating_point():
+                is_statistic = isinstance(module, MODULES_OF_NORMS) or name.startswith("running_")
+                is_bad = ~buffer.isfinite() if is_statistic else buffer.isnan()
+                found += [name] if bool(is_bad.any()) else []
+    return found
+
+
+def _paths(modules: Iterable[Module], wanted: Iterable[Module]) -> dict[Module, str]:
+    """Return the path of each wanted module from the outermost one that has it."""
+    paths = {module: type(module).__name__ for module in wanted}
+    for outer in modules:
+        with contextlib.suppress(Exception):
+            for name, module in outer.named_modules():
+                whole = f"{type(outer).__name__}.{name}"
+                if name and module in paths and whole.count(".") > paths[module].count("."):
+                    paths[module] = whole
+    return paths

@@ -17,6 +17,7 @@ from autoamp.program import Listeners, Program
 from autoamp.scaling import LossScaler, UnreadFlags
 from autoamp.stepping.current_step import CurrentStep
 from autoamp.stepping.ranks import RequestedGroup
+from autoamp.stepping.setting_warnings import BufferWatch
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class StepCounts:
         self.own: list[LossScaler] = []
         self.own_scale: SupportsFloat | None = None
         self.last = Step()
-        self._catch_up = catch_up
+        self._catch_up, self._buffers = catch_up, BufferWatch()
         self._skipped = 0
 
     @property
@@ -218,8 +219,9 @@ class StepCounts:
             self.own.append(scaler)
 
     def add_skip(self) -> None:
-        """Count a skip."""
+        """Count a skip, and tell once of buffers in which skipped steps have left inf or nan."""
         self._skipped += 1
+        self._buffers.look()
 
     def reset(self, steps: int = 0, skipped: int = 0) -> None:
         """Count steps and skips from these numbers on."""

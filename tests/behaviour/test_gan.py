@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -51,6 +52,38 @@ def test_optimizers_that_share_a_block_skip_together() -> None:
     for optimizer in optimizers:
         optimizer.step()
     assert [torch.equal(net.weight, old) for net, old in zip(nets, before, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("shared", [OVERFLOW, 0.01])
+def test_a_shared_block_after_an_overflow_skips_the_optimizer_of_that_overflow_alone(
+    shared: float, order: tuple[int, int]
+) -> None:
+    nets, optimizers = two_networks(num_losses=2)
+    before = [net.weight.detach().clone() for net in nets]
+    backward(nets[0], optimizers[0], OVERFLOW)
+    loss = nets[0](torch.ones(1, 4)).float().sum() * 0.01 + nets[1](torch.ones(1, 4)).float().sum() * shared
+    with autoamp.scale_loss(loss, optimizers, loss_id=1) as scaled_loss:
+        scaled_loss.backward()
+    for number in order:
+        optimizers[number].step()
+    moved = [not torch.equal(net.weight, old) for net, old in zip(nets, before, strict=True)]
+    assert moved == [False, shared != OVERFLOW]
+    scales = [autoamp.state_dict()[f"loss_scaler{number}"]["loss_scale"] for number in (0, 1)]
+    assert scales[0] == 32768.0
+    assert shared == OVERFLOW or scales[1] == 65536.0
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_in_a_delayed_part_lowers_the_scale_of_its_own_loss(bad: int) -> None:
+    (net, _), (optimizer, _) = two_networks(num_losses=2)
+    for number in (0, 1):
+        loss = net(torch.ones(1, 4)).float().sum() * (OVERFLOW if number == bad else 0.01)
+        with autoamp.scale_loss(loss, optimizer, loss_id=number, delay_unscale=number == 0) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    scales = [autoamp.state_dict()[f"loss_scaler{number}"]["loss_scale"] for number in (0, 1)]
+    assert scales == [32768.0 if number == bad else 65536.0 for number in (0, 1)]
 
 
 def test_a_wrapped_optimizer_has_a_scaler_for_each_loss_in_the_order_of_the_calls() -> None:

@@ -501,6 +501,29 @@ def test_poked_scale_takes_effect(apex: Any, scale: float) -> None:
     assert apex.amp._amp_state.loss_scalers[0] is scaler
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_each_scaler_has_a_verdict_of_its_own_until_its_next_block(apex: Any, level: str) -> None:
+    models: Any = [nn.Linear(8, 1), nn.Linear(8, 1)]
+    models, optimizers = apex.amp.initialize(models, [sgd(one) for one in models], opt_level=level, num_losses=2,
+                                             loss_scale=128.0, verbosity=0)  # fmt: skip
+
+    def verdicts(bad: int) -> list[tuple[bool, ...]]:
+        seen = []
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = model(data()).float().sum() * (torch.inf if number == bad else 1e-3)
+            with apex.amp.scale_loss(loss, optimizer, loss_id=number) as scaled_loss:
+                scaled_loss.backward()
+            seen.append(tuple(scaler._has_overflow for scaler in apex.amp._amp_state.loss_scalers))
+            optimizer.step()
+            assert seen[-1] == tuple(scaler._has_overflow for scaler in apex.amp._amp_state.loss_scalers)
+        return seen
+
+    assert verdicts(0) == [(True, False), (True, False)]
+    assert verdicts(1) == [(False, False), (False, True)]
+    assert verdicts(2) == [(False, True), (False, False)]
+
+
 @pytest.mark.parametrize("cause", ["own gradients", "another process", "none"])
 def test_scaler_that_is_asked_between_block_and_step(apex: Any, cause: str) -> None:
     """BERT scripts check a flat buffer of all processes, and step or not by what ``update_scale`` says."""

@@ -105,6 +105,82 @@ def test_regions_of_other_settings_in_two_threads_at_once_are_refused() -> None:
         assert runs_in() is BF16
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"loss_scale": None}, {"loss_scale": 128.0}, {"scope": "global"}, {"allow_banned": True}],
+    ids=str,
+)
+def test_a_region_on_another_thread_casts_there_alone_by_the_handle_of_the_program(changes: dict[str, Any]) -> None:
+    handle, training = init(loss_scale=128.0), Training()
+    entered, done = threading.Event(), threading.Event()
+
+    def other() -> torch.dtype:
+        with autoamp.disable_casts(), region(**changes) as serving:
+            entered.set()
+            assert done.wait(30)
+            assert serving is handle
+            return runs_in()
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(other)
+        assert entered.wait(30)
+        with autoamp.disable_casts():
+            assert runs_in() is FULL
+        assert handle.is_active()
+        assert runs_in() is HALF
+        steps(handle, training, 1.0)
+        done.set()
+        assert ended.result(30) is HALF
+    assert autoamp.current_handle() is handle
+
+
+def test_a_region_of_everything_on_another_thread_goes_over_the_scope_of_modules() -> None:
+    handle = init(scope="modules")
+
+    def other() -> tuple[Any, torch.dtype]:
+        with region() as serving:
+            return serving, runs_in()
+
+    assert in_thread(other) == (handle, HALF)
+    assert runs_in() is FULL
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": BF16},
+        {"lists": {"extends": [], "fp16": ["linear"]}},
+        {"loss_scale": 64.0},
+        {"scope": "modules"},
+        {"enable_caching": False},
+    ],
+    ids=str,
+)
+def test_a_region_on_another_thread_that_asks_for_other_settings_than_the_handle_is_refused(
+    changes: dict[str, Any],
+) -> None:
+    handle = init(loss_scale=128.0)
+
+    def other() -> None:
+        with region(**changes):
+            pytest.fail("the region was entered")
+
+    with pytest.raises(UsageError, match=r"init\(\) was called in another thread.*dtype=torch.float16"):
+        in_thread(other)
+    assert handle.is_active()
+    assert runs_in() is HALF
+    # On the thread of the handle it suspends that, as ever.
+    with region(**changes) as inner:
+        assert inner is not handle
+
+
+def test_a_region_has_settings_of_its_own_once_the_thread_of_the_handle_has_ended() -> None:
+    handle = in_thread(init)
+    with region(dtype=BF16) as inner:
+        assert inner is not handle
+        assert runs_in() is BF16
+
+
 def test_init_within_a_region_of_its_own_handle_is_refused() -> None:
     with region() as handle:
         model = nn.Linear(2, 2)

@@ -120,6 +120,16 @@ def test_a_block_of_two_optimizers_is_one_pass_and_one_update(order: tuple[int, 
     assert [guard.skips.steps for guard in pair.guards] == [1, 1]
 
 
+@pytest.mark.parametrize("scales", [(1024.0, 1024.0), (1024.0, 64.0), (64.0, 1024.0)])
+def test_delayed_gradients_of_another_scaler_are_unscaled_once(scales: tuple[float, float]) -> None:
+    pair = Pair()
+    pair.scaler = DynamicLossScaler(scales[0])
+    pair.backward(pair.guards, [1.0, 2.0, 3.0], delay_unscale=True)
+    pair.scaler = DynamicLossScaler(scales[1])
+    pair.backward(pair.guards, [1.0, 2.0, 3.0])
+    assert pair.grads == [2.0, 4.0, 6.0]
+
+
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_parameter_in_common_changes_its_scale_once(delay: bool) -> None:
     pair = Pair()

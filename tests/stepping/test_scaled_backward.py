@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -403,7 +404,17 @@ def test_a_pass_after_its_block_is_refused_within_a_reentrant_checkpoint(handle:
     pair.assert_moved(0.0, 0.0)
 
 
-@pytest.mark.parametrize("function", ["clip_grad_norm_", "clip_grad_value_"])
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_ would clip": lambda params: torch.nn.utils.clip_grad_norm_(params, 1.0),
+    "clip_grad_value_ would clip": lambda params: torch.nn.utils.clip_grad_value_(params, 1.0),
+    "get_total_norm would use": lambda params: torch.nn.utils.get_total_norm([param.grad for param in params]),
+    "clip_grads_with_norm_ would clip": lambda params: torch.nn.utils.clip_grads_with_norm_(
+        parameters=params, max_norm=1.0, total_norm=torch.ones(())
+    ),
+}
+
+
+@pytest.mark.parametrize("function", CLIPS)
 @pytest.mark.parametrize("read", ["params", "generator", "masters"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_scaled_gradients_are_neither_clipped_by_torch_nor_stepped_after_a_look(
@@ -414,17 +425,66 @@ def test_scaled_gradients_are_neither_clipped_by_torch_nor_stepped_after_a_look(
     (first, second), (one, two) = autoamp.initialize(
         models, optimizers, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0
     )
-    clip = getattr(torch.nn.utils, function)
+    clip = CLIPS[function]
     with autoamp.scale_loss(loss_of(first, second), one) as scaled:
         scaled.backward()
     params: Any = list(second.parameters())
     if read != "params":
         params = autoamp.master_params(two) if read == "generator" else list(autoamp.master_params(two))
-    with pytest.raises(UsageError, match=f"{function} would clip gradients that are multiplied .*those of 2"):
-        clip(params, 1.0)
+    with pytest.raises(UsageError, match=f"{function} gradients that are multiplied .*those of 2"):
+        clip(params)
     with pytest.raises(UsageError, match=r"SGD would use gradients that are multiplied by .*those of 2"):
         two.step()
-    clip(autoamp.master_params(one), 1.0)
+    clip(autoamp.master_params(one))
+
+
+def test_gradients_of_what_no_optimizer_steps_are_refused_with_the_remedy(handle: autoamp.Handle) -> None:
+    body, head = Linear(4, 4), Linear(4, 4)
+    model, optimizer = torch.nn.Sequential(body, head), torch.optim.SGD(head.parameters(), lr=0.1)
+    with handle.scale_loss(loss_of(body, head), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match=r"no optimizer steps them.*requires_grad_\(False\)") as caught:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert "Pass all optimizers" not in str(caught.value)
+    torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+    optimizer.step()
+    body.requires_grad_(False).zero_grad()
+    with handle.scale_loss(loss_of(body, head), optimizer) as scaled:
+        scaled.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_with_a_model_each_share_a_handle(level: str, count: int) -> None:
+    models: Any = [torch.nn.Sequential(Linear(4, 64), torch.nn.Tanh(), Linear(64, 4)) for _ in range(count)]
+    optimizers: Any = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = autoamp.initialize(
+        models, optimizers, opt_level=level, dtype=torch.float16, device_type="cpu", loss_scale=128.0, verbosity=0
+    )
+    steps = 40
+
+    def train(number: int) -> None:
+        model, optimizer = models[number], optimizers[number]
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with autoamp.scale_loss(model(torch.ones(16, 4)).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            torch.nn.utils.clip_grad_norm_(autoamp.master_params(optimizer), 1.0)
+            optimizer.step()
+
+    with ThreadPoolExecutor(count) as pool:
+        for done in [pool.submit(train, number) for number in range(count)]:
+            done.result(120)
+    handle = autoamp.current_handle()
+    assert handle is not None
+    assert (handle.stats["steps"], handle.skipped_steps) == (count * steps, 0)
+    assert handle.state_dict()["loss_scaler0"]["unskipped"] == count * steps
+    # A forgotten optimizer is told of all the same.
+    with autoamp.scale_loss(models[0](models[1](torch.ones(16, 4))).float().square().mean(), optimizers[0]) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="Pass all optimizers of the loss"):
+        optimizers[1].step()
 
 
 @pytest.mark.parametrize("use", ["step", "backward", "clip", "read", "none"])

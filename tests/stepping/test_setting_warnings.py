@@ -180,6 +180,17 @@ def loss_of(model: torch.nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("opt_level", [None, "O2"])
+def test_the_norm_of_scaled_gradients_warns_at_the_line(opt_level: str | None) -> None:
+    model, optimizer, handle = begun(opt_level, loss_scale=128.0)
+    with handle.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        with pytest.warns(UserWarning, match="get_total_norm was called inside the scale_loss block of Adam") as caught:
+            torch.nn.utils.get_total_norm(tensors=grads)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("opt_level", [None, "O2"])
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 def test_clipping_of_scaled_gradients_warns_once_at_the_line(name: str, opt_level: str | None) -> None:
     model, optimizer, handle = begun(opt_level, loss_scale=128.0)

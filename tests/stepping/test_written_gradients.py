@@ -272,7 +272,7 @@ class _Layers:
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
 @pytest.mark.parametrize("first", [[0], [0, 1], [1]])
 @pytest.mark.parametrize("sharing", [0, 3])
-def test_inf_before_or_in_a_block_of_several_optimizers_skips_them_all(
+def test_inf_of_a_block_of_several_optimizers_or_in_what_they_share_skips_them_all(
     sharing: int, first: list[int], order: Sequence[int]
 ) -> None:
     program = _Layers(4, sharing)
@@ -280,7 +280,8 @@ def test_inf_before_or_in_a_block_of_several_optimizers_skips_them_all(
     program.backward(first, 0, through=first, size=math.inf)
     program.shared.grad = program.shared.grad if sharing else None
     program.backward(range(4), 1, through=range(4))
-    assert program.steps(order) == [False] * 4
+    # Without a gradient in common the earlier overflow concerns those alone that it was checked for.
+    assert program.steps(order) == [not sharing and number not in first for number in range(4)]
     assert torch.equal(weight, program.shared)
     assert autoamp.state_dict()["loss_scaler0"]["loss_scale"] == 32768.0
     for optimizer in program.optimizers:

@@ -417,3 +417,23 @@ def test_an_optimizer_within_another_skips_by_the_checks_of_that_one(bad: str, l
     step(2)
     assert not any(map(torch.equal, before, _params(optimizer)))
     assert all(bool(param.isfinite().all()) for param in _params(optimizer))
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_parameters_follow_the_step_of_an_optimizer_within_another(dtype: torch.dtype, scale: float) -> None:
+    model = network()
+    model, optimizer = autoamp.initialize(
+        model, SAM(list(model.parameters())), opt_level="O2", dtype=dtype, device_type="cpu", loss_scale=scale,
+        verbosity=0,
+    )  # fmt: skip
+    for seed in range(2):
+        for step in (optimizer.ascend, optimizer.descend):
+            optimizer.zero_grad()
+            inputs, targets = data(seed)
+            with autoamp.scale_loss(mse_loss(model(inputs).float(), targets.float()), optimizer) as scaled:
+                scaled.backward()
+            step()
+        # Before any call of the module: an average of weights is taken here.
+        assert equal(list(model.parameters()), [param.to(dtype) for param in _params(optimizer)])
+    assert autoamp.current_handle().stats["steps"] == 2  # type: ignore[union-attr]

@@ -91,10 +91,11 @@ class ScalerView(UnscalesByHand):
 
     @property
     def _has_overflow(self) -> bool:
-        handle, pending = current_handle(), self._pending()
+        pending = self._pending()
         if pending:
             return any(check.overflowed for check in pending)
-        return handle is not None and handle.last_step_skipped
+        self._scaler.unread.catch_up()
+        return self._scaler.last_found_inf
 
     def clear_overflow_state(self) -> None:
         """Forget an overflow that was put into ``_overflow_buf``."""
