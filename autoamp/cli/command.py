@@ -13,8 +13,8 @@ from typing import Any
 from autoamp.cli.output import as_typed, say
 from autoamp.errors import AutoampError
 
-# The names of a half dtype, with that of torch.
-DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+# The names of a half dtype.
+DTYPES = ("fp16", "float16", "bf16", "bfloat16")
 
 # Each returns the exit code, or a function that runs the program. A command imports only its own module.
 _FUNCTIONS = {

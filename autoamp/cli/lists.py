@@ -8,7 +8,6 @@ import sys
 import torch
 
 from autoamp.cli.output import aligned
-from autoamp.cli.session import half_dtype
 from autoamp.diagnostics import check_lists, explain
 from autoamp.errors import UsageError
 from autoamp.ops import AutocastDifference, autocast_differences, expand
@@ -18,7 +17,7 @@ from autoamp.runtime import Settings, device_type_of
 
 def lists(chosen: argparse.Namespace) -> int:
     """Print the rules of this project, or those for some ops. Returns the exit code."""
-    table = Settings.from_arguments(chosen.lists, chosen.device_type, half_dtype(chosen.dtype)).table
+    table = Settings.from_arguments(chosen.lists, chosen.device_type, chosen.dtype).table
     if chosen.check:
         return _check(table, device_type_of(chosen.device_type))
     if chosen.ops:

@@ -26,7 +26,16 @@ from autoamp.diagnostics.verdicts import Overflow
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.program import Subscriber
 from autoamp.scaling import StaticLossScaler, UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
-from autoamp.stepping import GuardedOptimizers, Skips, Step, StepGuard, named_params, several_processes, stepped_params
+from autoamp.stepping import (
+    GuardedOptimizers,
+    Skips,
+    Step,
+    StepGuard,
+    named_params,
+    open_blocks,
+    several_processes,
+    stepped_params,
+)
 
 _VECTORS = 4
 # A scale that was backed off to 0 is told as this.
@@ -91,7 +100,15 @@ class NonFiniteSteps(Subscriber):
         Args:
             scaler: The scaler.
             outputs: The loss, or several.
+
+        Raises:
+            UsageError: A ``scale_loss`` block has scaled this loss already.
         """
+        if open_blocks.count and scaler.is_enabled() and any(one.checks for one in self._optimizers.scalers):
+            raise UsageError(
+                "GradScaler.scale() inside a scale_loss block would scale the loss twice; call scaled_loss.backward() "
+                "in the block, or scale by the GradScaler alone, outside of any block"
+            )
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
             self._optimizers.program.tell(Subscriber.backward_begins, outputs, _LazyScale(scaler))
 

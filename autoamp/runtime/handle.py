@@ -38,7 +38,7 @@ from autoamp.runtime.runtime import Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.runtime.training import TrainingHandle
 from autoamp.scaling import is_count
-from autoamp.stepping import Step, as_list, stepped_params
+from autoamp.stepping import Step, UnscaledBlock, as_list, stepped_params
 
 
 class BaseHandle(TrainingHandle):
@@ -201,7 +201,8 @@ class BaseHandle(TrainingHandle):
         ``loss_scale``; ``loss_scales`` and ``found_inf``, the number of overflows, of each loss; ``steps`` and
         ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``;
         ``nonfinite``, the steps that no loss scale guards and whose gradients or loss held inf or nan; ``casts``, what
-        `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
+        `count` counted, such as ``{"float32->float16": 5}``, and None before that; ``overflows`` by kind, as far as
+        they were explained.
         """
         run, counts = self._runtime, self._runtime.optimizers.step_stats
         run.nonfinite.catch_up()
@@ -217,7 +218,7 @@ class BaseHandle(TrainingHandle):
             "skipped": skipped,
             "last_step_skipped": self.last_step_skipped,
             "nonfinite": run.nonfinite.total,
-            "casts": {} if run.call_counts is None else run.call_counts.as_dict()["casts"],
+            "casts": None if run.call_counts is None else run.call_counts.as_dict()["casts"],
             "overflows": dict(Counter(found.kind for found in run.overflows.all)),
         }
 
@@ -349,10 +350,10 @@ class NoOpHandle(BaseHandle):
         """Return None."""
 
     def scale_loss(
-        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+        self, loss: Tensor, optimizers: Any = None, loss_id: int = 0, *, delay_unscale: bool = False
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Yield the unchanged loss."""
-        return contextlib.nullcontext(loss)
+        return UnscaledBlock(loss)
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, and return the norm before that."""
@@ -364,7 +365,7 @@ class NoOpHandle(BaseHandle):
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` that yields the unchanged loss, and return the optimizer."""
-        optimizer.scale_loss = lambda loss, delay_unscale=False: contextlib.nullcontext(loss)
+        optimizer.scale_loss = lambda loss, delay_unscale=False: UnscaledBlock(loss)
         return optimizer
 
     def auto_scale(self) -> AutoScale:

@@ -20,7 +20,7 @@ from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.stepping import RequestedGroup, as_list, wrap_optimizer
 
-Precision = Literal["fp32", "fp16", "none"]
+Precision = Literal["fp32", "fp16", "half", "none"]
 """What `override` runs a module in."""
 
 
@@ -80,6 +80,14 @@ class TrainingHandle:
         """
         return self._runtime.deactivate()
 
+    def __enter__(self) -> Self:
+        """Return the handle. The end of the ``with`` statement deactivates it: ``with autoamp.init() as handle``."""
+        _ = self._active_runtime
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.deactivate()
+
     @property
     def skipped_rules(self) -> tuple[CastRule, ...]:
         """The rules of shipped list sets for ops that the installed torch lacks."""
@@ -127,7 +135,7 @@ class TrainingHandle:
             module: The module. Without ``precision``: the model to which the path patterns of the lists apply.
             precision: ``"fp32"``: floating inputs are cast to fp32, and no op inside is cast. ``"fp16"``: inputs are
                 cast to the half dtype in use and the lists apply inside, even within an ``"fp32"`` module. ``"none"``:
-                inputs keep their dtypes, and no op inside is cast.
+                inputs keep their dtypes, and no op inside is cast. ``"half"`` is another word for ``"fp16"``.
 
         Returns:
             An object with ``undo()``, which is also a context manager.
@@ -199,7 +207,7 @@ class TrainingHandle:
         self._runtime.optimizers.max_consecutive_skips = count
 
     def scale_loss(
-        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+        self, loss: Tensor, optimizers: Any = None, loss_id: int = 0, *, delay_unscale: bool = False
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Scale a loss for its backward pass. At the end of the block unscale the gradients and check them.
 
