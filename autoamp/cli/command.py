@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import pkgutil
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from autoamp.cli.output import as_typed, say
+from autoamp.cli.output import as_typed, is_python, say
 from autoamp.errors import AutoampError
 
 # The names of a half dtype.
@@ -94,10 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser().print_help()
         return 0
+    if argv[0] == "-m" or argv[0].endswith(".py") or is_python(argv[0]):
+        say(f"{argv[0]!r} is no command; write: autoamp run {shlex.join(argv[is_python(argv[0]) :])}", wrong=True)
+        return 2
     chosen = parser().parse_args(argv)
-    if "args" in chosen and argv[-len(chosen.args) - 1] == "--":
-        # argparse drops a "--" that follows the program and is meant for it.
-        chosen.args = ["--", *chosen.args]
+    if "args" in chosen:
+        _tell_of_options(chosen)
+        if argv[-len(chosen.args) - 1] == "--":
+            # argparse drops a "--" that follows the program and is meant for it.
+            chosen.args = ["--", *chosen.args]
     try:
         result = pkgutil.resolve_name(_FUNCTIONS[chosen.command])(chosen)
     except AutoampError as error:
@@ -108,6 +116,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return result
     result()
     return 0
+
+
+def _tell_of_options(chosen: argparse.Namespace) -> None:
+    """Tell of options that stand behind the program, and of a level that its text does not use."""
+    if getattr(chosen, "quiet", False) or os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        source = "" if chosen.is_module else Path(chosen.program).read_text(encoding="utf-8", errors="ignore")
+    except (OSError, ValueError):
+        return
+    given = [arg.partition("=")[0] for arg in chosen.args if arg.startswith("--")]
+    own = {f"--{before}{name.replace('_', '-')}" for name in vars(chosen) for before in ("", "no-")}
+    names = [name for name in dict.fromkeys(given) if name in own and name[2:] not in source]
+    if names:
+        stand = "stand" if len(names) > 1 else "stands"
+        say(
+            f"{' and '.join(names)} {stand} behind {chosen.program} and went to it; options of autoamp come before the "
+            "program"
+        )
+    level = getattr(chosen, "opt_level", None)
+    if level in ("O2", "O3") and chosen.apex and not chosen.is_module and "initialize" not in source:
+        say(
+            f"--opt-level {level} casts what a program gives to apex's amp.initialize(), and {chosen.program} does not "
+            "call that itself; leave the option out to cast without a call"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,8 +184,8 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--report",
         metavar="FILE",
-        help="write a report: a page if the name ends in .html, else JSON; implies --trace-overflow, and samples some "
-        "steps, which take longer",
+        help="write a report: a page if the name ends in .html, JSON if in .json; implies --trace-overflow, and "
+        "samples some steps, which take longer",
     )
     run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
     run.add_argument(

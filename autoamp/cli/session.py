@@ -178,8 +178,8 @@ class Run:
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
             self.follow(self._count)
-        if options.capsule is not None:
-            self.follow(self._check_capsule)
+        if options.capsule is not None or options.dtype is not None:
+            self.follow(self._check_options)
         if record:
             self.follow(lambda made: made.record(sample=sample))
 
@@ -217,9 +217,15 @@ class Run:
                 found[dtype_name(param.dtype)] += param.numel()
             self._parameters = dict(sorted(found.items()))
 
-    def _check_capsule(self, handle: BaseHandle) -> None:
-        folder = self.options.capsule
-        if handle.settings.capsule is None:
+    def _check_options(self, handle: BaseHandle) -> None:
+        """Warn of options that have no effect on a handle that the program made itself."""
+        folder, dtype = self.options.capsule, half_dtype(self.options.dtype)
+        if dtype not in (None, handle.settings.dtype):
+            warn_user(
+                f"--dtype {self.options.dtype} has no effect from here on: the program made a handle itself, of "
+                f"{dtype_name(handle.settings.dtype)}. Pass dtype={dtype} there, or leave the call to autoamp run"
+            )
+        if folder is not None and handle.settings.capsule is None:
             warn_user(
                 f"--capsule {folder} has no effect from here on: expected init(capsule={folder!r}), got a handle that "
                 "the program made without a folder for capsules. Pass capsule= there, or leave the call to autoamp run"
