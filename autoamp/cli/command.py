@@ -75,8 +75,8 @@ that in fp32. Writes the best list when the budget is spent, or after Ctrl-C or 
 
 _BISECT_HELP = """\
 Runs a program in fp32 with two seeds, and in half precision. If the metric in half precision differs by more than the
-tolerance and by more than the two seeds do, a binary search finds the modules and ops that must be fp32 to restore it.
-Prints the lines for autoamp.toml. k culprits among n candidates take at most k (log2(n) + 1) + 5 runs.
+tolerance and by more than the two seeds do, a binary search finds modules and ops that restore it in fp32; those that
+overflow are tried first. Prints the lines for autoamp.toml. k of n candidates take at most k (log2(n) + 1) + 5 runs.
 """
 
 _CONSISTENCY_HELP = """\
