@@ -79,6 +79,17 @@ tolerance and by more than the two seeds do, a binary search finds modules and o
 overflow are tried first. Prints the lines for autoamp.toml. k of n candidates take at most k (log2(n) + 1) + 5 runs.
 """
 
+_DOCTOR_HELP = """\
+Shows the versions, the device with the half dtypes that it has units for, the time of one matrix product in each half
+dtype beside fp32, the lists that apply in this folder, and the names that other modules imported from torch. Nothing is
+written. The exit code is 1 if a list cannot be used.
+"""
+
+_LISTS_HELP = """\
+Shows the rules that apply in this folder: ops in half precision first, then those in fp32, those whose arguments are
+promoted, banned ones, and ops that are left alone. With names of ops, shows what applies to each, and why.
+"""
+
 _CONSISTENCY_HELP = """\
 call this function, which returns a model and its inputs, and compare what the model computes in training, without
 gradients, in checkpoints and in compiled code; exit 1 if it differs, 4 if a path could not be compared. See
@@ -266,7 +277,8 @@ def _add_replay(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser("doctor", help="check the device, the lists, and the names bound before init")
+    which = "check the device, the lists, and the names bound before init"
+    doctor = commands.add_parser("doctor", help=which, description=_DOCTOR_HELP)
     doctor.add_argument("--quick", action="store_true", help="skip the measurements")
     doctor.add_argument("--device-type", help="cuda, cpu, ...; default: the accelerator")
     doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
@@ -275,7 +287,8 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_lists(commands: Any) -> None:
-    lists = commands.add_parser("lists", help="show each rule with its reason, file and line")
+    which = "show each rule with its reason, file and line"
+    lists = commands.add_parser("lists", help=which, description=_LISTS_HELP)
     lists.add_argument("ops", nargs="*", metavar="OP", help="show the rules for these ops only, such as softmax")
     lists.add_argument("--set", dest="lists", metavar="SET", help="a list set or file; default: what this project uses")
     lists.add_argument("--dtype", choices=DTYPES, help="the half dtype; default: that of the device")

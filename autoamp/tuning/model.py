@@ -221,7 +221,8 @@ def units_of(survey: Survey) -> tuple[Unit, ...]:
     found = []
     for names, of_module in sorted(units, key=lambda unit: (not overflows[unit], overflows[unit] > 0 and unit[1])):
         calls = units[names, of_module]
-        different = list(dict.fromkeys(calls))
+        # Those that overflow first.
+        different = sorted(dict.fromkeys(calls), key=lambda call: not call.endswith("overflows"))
         reason = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
         found.append(tuple(Proposal(name, "fp32", "restores", reason, of_module=of_module) for name in names))
     return tuple(found)
