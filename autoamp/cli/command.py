@@ -130,16 +130,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_of_options(chosen: argparse.Namespace) -> None:
-    """Tell of options that stand behind the program, and of a level that its text does not use."""
-    if getattr(chosen, "quiet", False) or os.environ.get("RANK", "0") != "0":
+    """Tell of options that stand behind a script, and of a level, that the script's text does not have."""
+    if chosen.is_module or getattr(chosen, "quiet", False) or os.environ.get("RANK", "0") != "0":
         return
     try:
-        source = "" if chosen.is_module else Path(chosen.program).read_text(encoding="utf-8", errors="ignore")
+        source = Path(chosen.program).read_text(encoding="utf-8", errors="ignore")
     except (OSError, ValueError):
         return
     given = [arg.partition("=")[0] for arg in chosen.args if arg.startswith("--")]
-    own = {f"--{before}{name.replace('_', '-')}" for name in vars(chosen) for before in ("", "no-")}
-    names = [name for name in dict.fromkeys(given) if name in own and name[2:] not in source]
+    options = vars(chosen).keys() - {"command", "program", "args", "is_module"}
+    own = {f"--{before}{name.replace('_', '-')}" for name in options for before in ("", "no-")}
+    text = source.replace("_", "-")
+    names = [name for name in dict.fromkeys(given) if name in own and name[2:] not in text]
     if names:
         stand = "stand" if len(names) > 1 else "stands"
         say(
@@ -147,7 +149,7 @@ def _tell_of_options(chosen: argparse.Namespace) -> None:
             "program"
         )
     level = getattr(chosen, "opt_level", None)
-    if level in ("O2", "O3") and chosen.apex and not chosen.is_module and "initialize" not in source:
+    if level in ("O2", "O3") and chosen.apex and "initialize" not in source:
         say(
             f"--opt-level {level} casts what a program gives to apex's amp.initialize(), and {chosen.program} does not "
             "call that itself; leave the option out to cast without a call"

@@ -189,10 +189,11 @@ def test_wrong_reports_are_refused(wrong: Any, tmp_path: Path, capsys: pytest.Ca
          "--dtype and --report stand behind script.py and went to it; options of autoamp come before the program"),
         ([], "", ["--no-apex"], "--no-apex stands behind script.py and went to it; options of autoamp come before the"),
         ([], "parser.add_argument('--dtype')", ["--dtype", "fp16"], None),
+        ([], "loss_scale: str = 'dynamic'", ["--loss-scale=8"], None),
         (["--quiet"], "", ["--dtype", "fp16"], None),
         (["--opt-level", "O2"], "", [], "amp.initialize(), and script.py does not call that itself; leave the option"),
         (["--opt-level", "O2"], "# amp.initialize(model)", [], None),
-        ([], "", ["run", "--lr"], None),
+        ([], "", ["run", "--lr", "--program", "x"], None),
     ],
 )  # fmt: skip
 def test_options_that_the_script_does_not_know_are_told_at_its_start(
