@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import pkgutil
 import platform
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().print_help()
         return 0
     if argv[0] == "-m" or argv[0].endswith(".py") or is_python(argv[0]):
+        # Not imported for a run.
+        import shlex
+
         say(f"{argv[0]!r} is no command; write: autoamp run {shlex.join(argv[is_python(argv[0]) :])}", wrong=True)
         return 2
     chosen = parser().parse_args(argv)

@@ -17,7 +17,6 @@ import multiprocessing.spawn
 import os
 import pkgutil
 import runpy
-import shlex
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -75,6 +74,9 @@ def take_path(chosen: argparse.Namespace) -> None:
     remedy = "give the path of a script, or -m a module"
     if not chosen.is_module and not os.path.exists(chosen.program):
         if is_python(chosen.program):
+            # Not imported for a run.
+            import shlex
+
             remedy = f"leave it out: autoamp {chosen.command} [options] {shlex.join(chosen.args) or 'script.py'}"
         raise UsageError(f"can't open file {chosen.program!r}: {os.strerror(errno.ENOENT)}; {remedy}")
     if not chosen.is_module and pkgutil.get_importer(chosen.program) is not None:

@@ -217,7 +217,7 @@ def _checked_flag(name: str, value: Any) -> bool | None:
 
 def scale_loss(
     loss: Tensor,
-    optimizers: Any = None,
+    optimizers: Any,
     loss_id: int = 0,
     model: Module | None = None,
     delay_unscale: bool = False,
