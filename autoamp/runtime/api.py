@@ -104,7 +104,7 @@ def _check_enabled(enabled: Any, caller: str) -> None:
     """Raise UsageError for what is no switch: a string, or a model that was meant for `initialize`."""
     if not isinstance(enabled, (bool, int, numpy.bool_, type(None))):
         shown = kind_of(enabled) if isinstance(enabled, torch.nn.Module) else repr(enabled)
-        setting = f"device_type={enabled!r}" if isinstance(enabled, str) else "dtype=torch.float16"
+        setting = f"device_type={enabled!r}" if enabled in ("cuda", "cpu", "mps", "xpu") else "dtype=torch.float16"
         decorates = f"a decorator has parentheses, @autoamp.{caller}(); " if inspect.isroutine(enabled) else ""
         raise UsageError(
             f"enabled={shown} is neither True nor False; {decorates}settings are given by name, as in "
