@@ -12,11 +12,27 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
+# The public packages beside the names of `exports`.
+_PACKAGES = ("compat", "diagnostics", "errors", "fp16_utils", "normalization", "optimizers", "parallel")
+# What people look for who know torch.amp or apex.
+_ELSEWHERE = {
+    "GradScaler": "use handle.scale_loss(loss, optimizer), or torch.amp.GradScaler, which works under autoamp too",
+    "amp": "autoamp has the functions of apex.amp itself: import autoamp as amp",
+    "autocast": "use handle = autoamp.init(), or autoamp.region() around a part of the program",
+}
+
 if TYPE_CHECKING:
+    from autoamp import compat as compat
+    from autoamp import diagnostics as diagnostics
+    from autoamp import errors as errors
+    from autoamp import fp16_utils as fp16_utils
+    from autoamp import normalization as normalization
+    from autoamp import optimizers as optimizers
     from autoamp import parallel as parallel
     from autoamp.exports import *
 else:
@@ -31,7 +47,13 @@ else:
                 return sorted(one for one in exports if not one.startswith("_") and one != "annotations")
             if name in exports:
                 return globals().setdefault(name, exports[name])
-        raise AttributeError(f"module 'autoamp' has no attribute {name!r}")
+        message = f"module 'autoamp' has no attribute {name!r}"
+        if name in _ELSEWHERE:
+            message += f"; {_ELSEWHERE[name]}"
+            # An AttributeError would be hidden by Python's own ImportError.
+            if importlib.import_module("autoamp.compat.missing").is_import_from(sys._getframe(1)):
+                raise ImportError(message, name="autoamp")
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*__getattr__("__all__"), *_PACKAGES, *(name for name in globals() if name.startswith("__"))})

@@ -7,9 +7,12 @@ decorator, ValueError where Apex or torch raise it, ImportError and AttributeErr
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class AutoampError(Exception):
@@ -81,7 +84,7 @@ def warn_user(message: str) -> None:
     """Warn with a `UserWarning` that points at the user's line.
 
     That is the innermost one outside of this package and of the packages that call it: modules and functions of torch
-    do, and wrapt's hooks of imports. A warning of the command itself has no line.
+    do, and wrapt's hooks of imports. What the command itself warns of has no line, and is logged.
     """
     # Imported here, since lists are read without torch, and this module has their errors.
     import torch
@@ -89,7 +92,7 @@ def warn_user(message: str) -> None:
     # Compilers cannot trace a look at frames, so compiled code takes a fixed number.
     level = 3 if torch.compiler.is_compiling() else _level_of_user()
     if level is None:
-        warnings.warn_explicit(message, UserWarning, "<autoamp>", 1)
+        log.warning(message)
     else:
         warnings.warn(message, stacklevel=level)
 

@@ -12,14 +12,30 @@ import os
 import torch
 
 from autoamp.errors import UsageError, warn_user
+from autoamp.tensors import dtype_name
 from autoamp.torch_private import mkldnn
 
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_HALF_UNITS"
 HALF_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_BY_NAME = {name: dtype for dtype, half in HALF_NAMES.items() for name in (half, dtype_name(dtype))}
 # oneDNN takes bf16 up to these limits too, by conversion to fp32.
 _LIMITS_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+def half_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a half dtype that is given as such or by name, such as ``"fp16"`` or ``"float16"``; None for None.
+
+    Raises:
+        UsageError: It is none.
+    """
+    found = _BY_NAME.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is None or found in HALF_NAMES:
+        return found
+    shown = dtype if isinstance(dtype, torch.dtype) else repr(dtype)
+    choices = "torch.float16 or torch.bfloat16, by name 'fp16' or 'bf16'"
+    raise UsageError(f"dtype={shown} is not a half-precision dtype; choose {choices}")
 
 
 def has_units(dtype: torch.dtype, device_type: str, *, start_cuda: bool = False) -> bool:

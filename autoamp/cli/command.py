@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import pkgutil
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from autoamp.cli.output import as_typed, say
+from autoamp.cli.output import as_typed, is_python, say
 from autoamp.errors import AutoampError
 
-# The names of a half dtype, with that of torch.
-DTYPES = {"fp16": "float16", "float16": "float16", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+# The names of a half dtype.
+DTYPES = ("fp16", "float16", "bf16", "bfloat16")
 
 # Each returns the exit code, or a function that runs the program. A command imports only its own module.
 _FUNCTIONS = {
@@ -72,8 +74,19 @@ that in fp32. Writes the best list when the budget is spent, or after Ctrl-C or 
 
 _BISECT_HELP = """\
 Runs a program in fp32 with two seeds, and in half precision. If the metric in half precision differs by more than the
-tolerance and by more than the two seeds do, a binary search finds the modules and ops that must be fp32 to restore it.
-Prints the lines for autoamp.toml. k culprits among n candidates take at most k (log2(n) + 1) + 5 runs.
+tolerance and by more than the two seeds do, a binary search finds modules and ops that restore it in fp32; those that
+overflow are tried first. Prints the lines for autoamp.toml. k of n candidates take at most k (log2(n) + 1) + 5 runs.
+"""
+
+_DOCTOR_HELP = """\
+Shows the versions, the device with the half dtypes that it has units for, the time of one matrix product in each half
+dtype beside fp32, the lists that apply in this folder, and the names that other modules imported from torch. Nothing is
+written. The exit code is 1 if a list cannot be used.
+"""
+
+_LISTS_HELP = """\
+Shows the rules that apply in this folder: ops in half precision first, then those in fp32, those whose arguments are
+promoted, banned ones, and ops that are left alone. With names of ops, shows what applies to each, and why.
 """
 
 _CONSISTENCY_HELP = """\
@@ -94,10 +107,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         parser().print_help()
         return 0
+    if argv[0] == "-m" or argv[0].endswith(".py") or is_python(argv[0]):
+        # Not imported for a run.
+        import shlex
+
+        say(f"{argv[0]!r} is no command; write: autoamp run {shlex.join(argv[is_python(argv[0]) :])}", wrong=True)
+        return 2
     chosen = parser().parse_args(argv)
-    if "args" in chosen and argv[-len(chosen.args) - 1] == "--":
-        # argparse drops a "--" that follows the program and is meant for it.
-        chosen.args = ["--", *chosen.args]
+    if "args" in chosen:
+        _tell_of_options(chosen)
+        if argv[-len(chosen.args) - 1] == "--":
+            # argparse drops a "--" that follows the program and is meant for it.
+            chosen.args = ["--", *chosen.args]
     try:
         result = pkgutil.resolve_name(_FUNCTIONS[chosen.command])(chosen)
     except AutoampError as error:
@@ -108,6 +129,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return result
     result()
     return 0
+
+
+def _tell_of_options(chosen: argparse.Namespace) -> None:
+    """Tell of options that stand behind a script, and of a level, that the script's text does not have."""
+    if chosen.is_module or getattr(chosen, "quiet", False) or os.environ.get("RANK", "0") != "0":
+        return
+    try:
+        source = Path(chosen.program).read_text(encoding="utf-8", errors="ignore")
+    except (OSError, ValueError):
+        return
+    given = [arg.partition("=")[0] for arg in chosen.args if arg.startswith("--")]
+    options = vars(chosen).keys() - {"command", "program", "args", "is_module"}
+    own = {f"--{before}{name.replace('_', '-')}" for name in options for before in ("", "no-")}
+    text = source.replace("_", "-")
+    names = [name for name in dict.fromkeys(given) if name in own and name[2:] not in text]
+    if names:
+        stand = "stand" if len(names) > 1 else "stands"
+        say(
+            f"{' and '.join(names)} {stand} behind {chosen.program} and went to it; options of autoamp come before the "
+            "program"
+        )
+    level = getattr(chosen, "opt_level", None)
+    if level in ("O2", "O3") and chosen.apex and "initialize" not in source:
+        say(
+            f"--opt-level {level} casts what a program gives to apex's amp.initialize(), and {chosen.program} does not "
+            "call that itself; leave the option out to cast without a call"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,8 +199,8 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--report",
         metavar="FILE",
-        help="write a report: a page if the name ends in .html, else JSON; implies --trace-overflow, and samples some "
-        "steps, which take longer",
+        help="write a report: a page if the name ends in .html, JSON if in .json; implies --trace-overflow, and "
+        "samples some steps, which take longer",
     )
     run.add_argument("--fail-on", choices=["overflow", "skip"], help=_FAIL_HELP)
     run.add_argument(
@@ -233,7 +281,8 @@ def _add_replay(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    doctor = commands.add_parser("doctor", help="check the device, the lists, and the names bound before init")
+    which = "check the device, the lists, and the names bound before init"
+    doctor = commands.add_parser("doctor", help=which, description=_DOCTOR_HELP)
     doctor.add_argument("--quick", action="store_true", help="skip the measurements")
     doctor.add_argument("--device-type", help="cuda, cpu, ...; default: the accelerator")
     doctor.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
@@ -242,7 +291,8 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _add_lists(commands: Any) -> None:
-    lists = commands.add_parser("lists", help="show each rule with its reason, file and line")
+    which = "show each rule with its reason, file and line"
+    lists = commands.add_parser("lists", help=which, description=_LISTS_HELP)
     lists.add_argument("ops", nargs="*", metavar="OP", help="show the rules for these ops only, such as softmax")
     lists.add_argument("--set", dest="lists", metavar="SET", help="a list set or file; default: what this project uses")
     lists.add_argument("--dtype", choices=DTYPES, help="the half dtype; default: that of the device")

@@ -80,7 +80,8 @@ def _device(kind: str) -> list[str]:
     name = kind
     if kind == "cpu":
         cpu = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
-        name = f"{cpu}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"{cpu}, {threads} thread{'s' * (threads != 1)}"
     elif kind == "cuda":
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
@@ -108,9 +109,15 @@ def _measured(kind: str) -> list[str]:
         with disable_casts():
             found[dtype] = Timer("matrix @ matrix", globals={"matrix": matrix}).blocked_autorange(min_run_time=0.5)
     noise = " (noisy: run it again when nothing else runs)" if any(one.has_warnings for one in found.values()) else ""
-    speed = f"a matmul of {size} x {size} has {{:.2g}} times the speed of fp32{noise}"
     full = found.pop(torch.float32).median
-    return [f"{dtype_name(dtype)}: {speed.format(full / half.median)}" for dtype, half in found.items()]
+    return [
+        f"{dtype_name(dtype)}: a matmul of {size} x {size} is {_speed(full / half.median)} fp32{noise}"
+        for dtype, half in found.items()
+    ]
+
+
+def _speed(ratio: float) -> str:
+    return f"{ratio:.2g} times as fast as in" if ratio >= 1 else f"{1 / ratio:.2g} times slower than in"
 
 
 def _lists(kind: str) -> list[str]:

@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autoamp.cli.output import is_python
 from autoamp.cli.startup import set_up_child
 from autoamp.errors import UsageError
 
@@ -72,6 +73,11 @@ def take_path(chosen: argparse.Namespace) -> None:
     """Let ``sys.path`` begin as under plain Python. UsageError: there is no such script."""
     remedy = "give the path of a script, or -m a module"
     if not chosen.is_module and not os.path.exists(chosen.program):
+        if is_python(chosen.program):
+            # Not imported for a run.
+            import shlex
+
+            remedy = f"leave it out: autoamp {chosen.command} [options] {shlex.join(chosen.args) or 'script.py'}"
         raise UsageError(f"can't open file {chosen.program!r}: {os.strerror(errno.ENOENT)}; {remedy}")
     if not chosen.is_module and pkgutil.get_importer(chosen.program) is not None:
         raise UsageError(f"{chosen.program!r} is a directory or an archive, not a script; {remedy}")

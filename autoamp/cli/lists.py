@@ -8,25 +8,28 @@ import sys
 import torch
 
 from autoamp.cli.output import aligned
-from autoamp.cli.session import half_dtype
 from autoamp.diagnostics import AutocastDifference, autocast_differences, check_lists, explain
 from autoamp.errors import UsageError
+from autoamp.half_units import HALF_NAMES
 from autoamp.ops import expand
-from autoamp.rules import CastPolicy, CastRule, CastTable, package_tables
+from autoamp.rules import CastPolicy, CastRule, CastTable, RuleSource, package_tables
 from autoamp.runtime import Settings, device_type_of
 
 
 def lists(chosen: argparse.Namespace) -> int:
     """Print the rules of this project, or those for some ops. Returns the exit code."""
-    table = Settings.from_arguments(chosen.lists, chosen.device_type, half_dtype(chosen.dtype)).table
+    settings = Settings.from_arguments(chosen.lists, chosen.device_type, chosen.dtype)
+    table = settings.table
     if chosen.check:
         return _check(table, device_type_of(chosen.device_type))
     if chosen.ops:
         sys.stdout.write("".join(f"{explain(table, _checked(name, table))}\n" for name in chosen.ops))
         return 0
     expand(table)  # refuses unknown names
-    rules = sorted((rule for rule in table.rules if not _is_no_op(rule)), key=lambda rule: rule.target)
-    sys.stdout.write("".join(f"{line}\n" for line in _lines(table, rules)))
+    order = [CastPolicy.FP16, CastPolicy.FP32, CastPolicy.PROMOTE, CastPolicy.BANNED, CastPolicy.NONE]
+    shown = (rule for rule in table.rules if not _is_no_op(rule))
+    rules = sorted(shown, key=lambda rule: (order.index(rule.policy), rule.target))
+    sys.stdout.write("".join(f"{line}\n" for line in _lines(table, rules, HALF_NAMES[settings.dtype])))
     return 0
 
 
@@ -61,12 +64,17 @@ def _by_reason(ops: list[AutocastDifference]) -> list[str]:
     return [f"{said}: {', '.join(names)}" for said, names in lines.items()]
 
 
-def _lines(table: CastTable, rules: list[CastRule]) -> list[str]:
-    """Return the rules, and those of modules under a heading of their own."""
-    lines = aligned([(rule.target, rule.policy.value, str(rule.origin)) for rule in rules]) if rules else []
+def _lines(table: CastTable, rules: list[CastRule], half: str) -> list[str]:
+    """Return the rules, and those of modules under a heading of their own. ``half`` stands for ``fp16``."""
+    words = {"fp16": half}
+
+    def row(name: str, value: str, origin: RuleSource) -> tuple[str, str, str]:
+        return name, words.get(value, value), str(origin)
+
+    lines = aligned([row(rule.target, rule.policy.value, rule.origin) for rule in rules]) if rules else []
     if table.modules:
         lines += [*([""] if lines else []), "[modules]"]
-        lines += aligned([(rule.pattern, rule.precision.value, str(rule.origin)) for rule in table.modules])
+        lines += aligned([row(rule.pattern, rule.precision.value, rule.origin) for rule in table.modules])
     shipped = [(one.owner, str(one.file)) for one, _ in package_tables() if str(one.file) in table.sources]
     if shipped:
         lines += ["", "[lists of packages]", *aligned(shipped)]

@@ -53,15 +53,12 @@ def _parsed(line: str) -> argparse.Namespace:
 
 def _run(chosen: argparse.Namespace) -> Any:
     """Do what a parsed line asks for. Returns what IPython displays."""
-    from autoamp.cli.session import half_dtype
     from autoamp.diagnostics import current_handle, init, report_page
 
     handle = current_handle()
     if chosen.action == "on":
         # A cell that is run again gets the handle that it made before; init replaces one of other settings.
-        made = init(
-            dtype=half_dtype(chosen.dtype), device_type=chosen.device_type, lists=chosen.lists or None, scope="modules"
-        )
+        made = init(dtype=chosen.dtype, device_type=chosen.device_type, lists=chosen.lists or None, scope="modules")
         made.auto_scale()
         made.record()
     elif chosen.action == "off" and handle is not None:

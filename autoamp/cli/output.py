@@ -26,6 +26,11 @@ def writable(option: str, name: str) -> Path:
     return path
 
 
+def is_python(word: str) -> bool:
+    """Whether a word of a command line is Python's own command, such as ``python3.11``."""
+    return re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(word)) is not None
+
+
 def as_typed(error: Exception, names: Mapping[str, str]) -> str:
     """Return the message of an error of the library, with its arguments as the user gave them.
 

@@ -39,9 +39,10 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
         UsageError: An option is wrong, or there is no such program.
         ListFileError: A list cannot be used.
     """
-    if chosen.is_module and chosen.program in ("torch.distributed.run", "torch.distributed.launch"):
+    launchers = ("torch.distributed.run", "torch.distributed.launch") if chosen.is_module else ("torchrun",)
+    if chosen.program in launchers:
         raise UsageError(
-            f"autoamp run -m {chosen.program} would not reach the processes that it starts; "
+            f"autoamp run {'-m ' * chosen.is_module}{chosen.program} would not reach the processes that it starts; "
             "use torchrun [its options] -m autoamp run [options] script.py"
         )
     options = Options.from_command_line(chosen)
@@ -52,6 +53,8 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
     path = writable("--report", chosen.report) if reports else None
     if path is not None and is_page(path):
         check_report_tools()
+    elif path is not None and path.suffix.lower() != ".json":
+        raise UsageError(f"--report {chosen.report!r} must end in .html for a page, or in .json")
     # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
     take_path(chosen)
     first = os.environ.get("RANK", "0") == "0"
@@ -163,6 +166,9 @@ class _RunEnd:
             write_report(self._path, {**self._document, **vars(report)})
         except UsageError as error:
             say(str(error))
+        else:
+            if not self._run.options.quiet:
+                say(f"report written to {self._chosen.report}")
 
     def _terminated(self, number: int, frame: object) -> None:
         """Write both also after SIGTERM. The process then dies of that signal, as it would have."""

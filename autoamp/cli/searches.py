@@ -28,7 +28,7 @@ import torch
 from autoamp import runtime, tuning
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
-from autoamp.cli.session import Options, Run, half_dtype, set_up
+from autoamp.cli.session import Options, Run, set_up
 from autoamp.diagnostics import BaseHandle
 from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype, has_units, missing_units
@@ -146,7 +146,7 @@ def program_runs(chosen: argparse.Namespace) -> Iterator[ProgramRuns]:
         ListFileError: A list cannot be used.
     """
     budget = seconds_of(chosen.budget)
-    kind = Settings.from_arguments(chosen.lists or None, chosen.device_type, half_dtype(chosen.dtype)).device_type
+    kind = Settings.from_arguments(chosen.lists or None, chosen.device_type, chosen.dtype).device_type
     check_device(kind)
     if chosen.dtype is None and not has_units(default_half_dtype(kind), kind):
         why = missing_units(default_half_dtype(kind), kind)

@@ -18,13 +18,12 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autoamp import diagnostics, runtime
-from autoamp.cli.command import DTYPES
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
 from autoamp.diagnostics import BaseHandle, Counts, HalfLosses, Handle, diagnostics_of, sum_of
 from autoamp.errors import UsageError, warn_user
-from autoamp.half_units import half_dtype_with_units, log_fp32
+from autoamp.half_units import half_dtype, half_dtype_with_units, log_fp32
 from autoamp.levels import LevelName, check_level
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
@@ -39,8 +38,8 @@ class Options:
     """The options of `autoamp run`: plain values, since children get them as JSON.
 
     Attributes:
-        dtype: A key of `DTYPES`. None is bf16 or fp16 where the device has units for it, in this order, else fp32; and
-            fp16 for a program of Apex.
+        dtype: The name of a half dtype. None is bf16 or fp16 where the device has units for it, in this order, else
+            fp32; and fp16 for a program of Apex.
         device_type: As for `autoamp.init`.
         lists: List sets and files, on top of the project's own.
         opt_level: ``"O1"`` patches torch and scales losses. The others act where the program calls ``initialize``.
@@ -73,13 +72,6 @@ class Options:
     def from_command_line(cls, chosen: argparse.Namespace) -> Options:
         """Take the options out of a parsed command line, which has more."""
         return cls(**{name: value for name, value in vars(chosen).items() if name in cls.__dataclass_fields__})
-
-
-def half_dtype(name: str | None) -> torch.dtype | None:
-    """Return the half dtype of this name, None for None. UsageError: there is none."""
-    if name is not None and name not in DTYPES:
-        raise UsageError(f"dtype={name!r} is unknown; choose {', '.join(DTYPES)}")
-    return None if name is None else getattr(torch, DTYPES[name])
 
 
 def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Run:
@@ -186,8 +178,8 @@ class Run:
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
             self.follow(self._count)
-        if options.capsule is not None:
-            self.follow(self._check_capsule)
+        if options.capsule is not None or options.dtype is not None:
+            self.follow(self._check_options)
         if record:
             self.follow(lambda made: made.record(sample=sample))
 
@@ -225,9 +217,15 @@ class Run:
                 found[dtype_name(param.dtype)] += param.numel()
             self._parameters = dict(sorted(found.items()))
 
-    def _check_capsule(self, handle: BaseHandle) -> None:
-        folder = self.options.capsule
-        if handle.settings.capsule is None:
+    def _check_options(self, handle: BaseHandle) -> None:
+        """Warn of options that have no effect on a handle that the program made itself."""
+        folder, dtype = self.options.capsule, half_dtype(self.options.dtype)
+        if dtype not in (None, handle.settings.dtype):
+            warn_user(
+                f"--dtype {self.options.dtype} has no effect from here on: the program made a handle itself, of "
+                f"{dtype_name(handle.settings.dtype)}. Pass dtype={dtype} there, or leave the call to autoamp run"
+            )
+        if folder is not None and handle.settings.capsule is None:
             warn_user(
                 f"--capsule {folder} has no effect from here on: expected init(capsule={folder!r}), got a handle that "
                 "the program made without a folder for capsules. Pass capsule= there, or leave the call to autoamp run"

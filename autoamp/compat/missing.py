@@ -86,14 +86,14 @@ def missing_names(module: str) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:  # noqa: N807
         message = f"{module}.{name} is not provided by autoamp's {module.partition('.')[0]}: "
         message += remedy_for(f"{module}.{name}")
-        if not (name.startswith("__") and name.endswith("__")) and _importing(sys._getframe(1)):
+        if not (name.startswith("__") and name.endswith("__")) and is_import_from(sys._getframe(1)):
             raise ImportError(message, name=module)
         raise AttributeError(message, name=name)
 
     return __getattr__
 
 
-def _importing(frame: Any) -> bool:
+def is_import_from(frame: Any) -> bool:
     """Whether a frame is at a ``from ... import``."""
     code, at = frame.f_code.co_code, frame.f_lasti
     return 0 <= at < len(code) and bool(dis.opname[code[at]] == "IMPORT_FROM")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+import torch
 
 from autoamp.errors import UsageError
 from autoamp.ops import expand, known_ops
@@ -66,6 +69,14 @@ def explain(table: CastTable, name: str) -> Explanation:
         if rule.target == name:
             found.setdefault(rule, [])
     if not found and name.rpartition(".")[2] not in known_ops():
+        kind = getattr(torch.nn, name.rpartition(".")[2], None)
+        if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+            # As its function is spelled: CrossEntropyLoss, cross_entropy_loss.
+            op = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+            hint = (
+                f"{did_you_mean(op, [op] if op in known_ops() else known_ops())} Rules for modules are under [modules]"
+            )
+            raise UsageError(f"{name!r} is a class of modules: give the op that it calls; {hint}")
         hint = f"{did_you_mean(name, known_ops())} Give the name of an op, such as 'softmax'"
         raise UsageError(f"{name!r} is no op of torch, and no rule is on it; {hint}")
     return Explanation(name, tuple((rule, tuple(names)) for rule, names in found.items()))

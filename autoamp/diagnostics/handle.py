@@ -259,7 +259,8 @@ class BaseHandle(CoreHandle):
         ``loss_scale``; ``loss_scales`` and ``found_inf``, the number of overflows, of each loss; ``steps`` and
         ``skipped`` of all optimizers, the program's own `FP16_Optimizer` included; ``last_step_skipped``;
         ``nonfinite``, the steps that no loss scale guards and whose gradients or loss held inf or nan; ``casts``, what
-        `count` counted, such as ``{"float32->float16": 5}``; ``overflows`` by kind, as far as they were explained.
+        `count` counted, such as ``{"float32->float16": 5}``, and None before that; ``overflows`` by kind, as far as
+        they were explained.
         """
         run, looks, counts = self._runtime, self._looks, self._runtime.optimizers.step_stats
         run.nonfinite.catch_up()
@@ -275,7 +276,7 @@ class BaseHandle(CoreHandle):
             "skipped": skipped,
             "last_step_skipped": self.last_step_skipped,
             "nonfinite": run.nonfinite.total,
-            "casts": {} if looks.call_counts is None else looks.call_counts.as_dict()["casts"],
+            "casts": None if looks.call_counts is None else looks.call_counts.as_dict()["casts"],
             "overflows": dict(Counter(found.kind for found in looks.overflows.all)),
         }
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.errors import UsageError, kind_of, warn_user
-from autoamp.half_units import falls_back_to_fp32
+from autoamp.half_units import falls_back_to_fp32, half_dtype
 from autoamp.levels.setup import LEVELS, LevelName, OptLevel, Setup, end, level_with, set_up
 from autoamp.ops import expand
 from autoamp.rules import CastPolicy, CastTable, package_tables
@@ -66,7 +66,7 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     *,
     scope: Literal["global", "models"] = "global",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["fp16", "float16", "bf16", "bfloat16"] | None = None,
     device_type: str | None = None,
     lists: Any = None,
     trace_overflow: bool = False,
@@ -96,8 +96,8 @@ def initialize(
         max_loss_scale: The highest dynamic scale.
         scope: ``"global"``, or ``"models"``: O1 casts only inside calls of these models, and their floating outputs are
             cast to fp32.
-        dtype: The half dtype. None is torch's default for the device type. If the device has no units for that, the
-            level is O0, and the log says so.
+        dtype: The half dtype, or its name, as for `init`. None is torch's default for the device type. If the device
+            has no units for that, the level is O0, and the log says so.
         device_type: As for `init`.
         lists: As for `init`.
         trace_overflow: As for `init`.
@@ -135,7 +135,7 @@ def initialize(
     if level.casts_models:
         _refuse_sharded(model_list, opt_level)
     asked = None if process_group is None else RequestedGroup.from_arguments(process_group, None)
-    half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else dtype
+    half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else half_dtype(dtype)
     settings = Settings.from_arguments(
         lists, device_type, half, loss_scale=level.loss_scale, on_nonfinite=on_nonfinite, trace_overflow=trace_overflow
     )

@@ -120,7 +120,7 @@ class ModuleCalls(Subscriber):
     def step_ended(self, step: Any) -> None:
         """Note that an optimizer has stepped."""
         self.casts.note_step()
-        self.precisions.warn_of_missing_classes()
+        self.precisions.warn_of_unmatched()
 
     def runs_later(self, function: Any) -> Any:
         """Return a function that casts as this thread does now."""

@@ -64,6 +64,7 @@ class ModulePrecisions:
     def __init__(self, rules: Iterable[ModuleRule] = ()) -> None:
         # Set after the first step: a script may define a class until then.
         self._checked = False
+        self._warned: set[ModuleRule] = set()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._matched: set[ModuleRule] = set()
         self.use(rules)
@@ -100,7 +101,7 @@ class ModulePrecisions:
         try:
             return Override(self._tags, {module: ModulePrecision(precision)})
         except ValueError:
-            raise UsageError(f"precision={precision!r} is unknown; choose 'fp32', 'fp16' or 'none'") from None
+            raise UsageError(f"precision={precision!r} is unknown; choose 'fp32', 'fp16', 'half' or 'none'") from None
 
     def override_paths(self, model: Module) -> Override:
         """Give the submodules of ``model`` what the list's path patterns say, the later pattern over the earlier."""
@@ -159,6 +160,7 @@ class ModulePrecisions:
                 or _class_at(rule.pattern) is not None
             )
             if not is_class:
+                self._warned.add(rule)
                 near = difflib.get_close_matches(rule.pattern, names, n=3)
                 warn_user(
                     f"{rule.origin}: {rule.pattern!r} matches no module of {type(model).__name__}"
@@ -166,12 +168,16 @@ class ModulePrecisions:
                 )
         return {names[name]: precision for name, precision in chosen.items()}
 
-    def warn_of_missing_classes(self) -> None:
-        """Warn once, after the first step, of rules on classes that do not exist."""
-        rules = () if self._checked else self._class_rules
+    def warn_of_unmatched(self) -> None:
+        """Warn once, after the first step, of rules on classes that do not exist, and on paths that no model has."""
+        rules = () if self._checked else self._rules
         self._checked = True
         for rule in rules:
-            fault = None if rule in self._matched else _fault(rule.pattern, waits=False)
+            if rule in self._matched or rule in self._warned or rule.origin.shipped:
+                continue
+            fault = _fault(rule.pattern, waits=False) if rule in self._class_rules else None
+            if fault is None and self._is_path(rule) and _class_at(rule.pattern) is None:
+                fault = self._why_unmatched(rule, [])
             if fault is not None:
                 warn_user(f"a rule has no effect: {rule.origin}: {rule.pattern!r} under modules {fault}")
 
@@ -186,9 +192,12 @@ class ModulePrecisions:
         near = same_name[:3] or difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0.75)
         if _class_at(rule.pattern) is not None:
             return "names a class of which no module was called"
-        is_path = rule not in self._class_rules or not rule.pattern.rpartition(".")[2][:1].isupper()
-        why = "is the path of no module that was called" if is_path else "names no class"
+        why = "is the path of no module that was called" if self._is_path(rule) else "names no class"
         return why + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
+
+    def _is_path(self, rule: ModuleRule) -> bool:
+        """Whether a rule is for paths, as far as its spelling tells: the names of classes have capitals."""
+        return rule not in self._class_rules or not rule.pattern.rpartition(".")[2][:1].isupper()
 
     def source_of(self, module: Module, path: str) -> str:
         """Return which rule of the lists gives a module at this path a precision, or what else does."""

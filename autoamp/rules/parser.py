@@ -34,13 +34,18 @@ _ARRAYS = (
     *((policy.value, policy) for policy in CastPolicy if policy is not CastPolicy.BANNED),
     (_HALF, CastPolicy.FP16),
 )
-_PRECISIONS = {**{precision.value: precision for precision in ModulePrecision}, _HALF: ModulePrecision.FP16}
+_PRECISIONS = (*(precision.value for precision in ModulePrecision), _HALF)
+# What people write for a key or precision, with the word that is meant.
+_OTHER_WORDS = {
+    "float": "fp32", "float32": "fp32", "float16": _HALF, "bf16": _HALF, "bfloat16": _HALF,
+}  # fmt: skip
 _KEYS = ("schema", "extends", *(policy.value for policy in CastPolicy), _HALF, "modules", "versions", "devices")
 
 
 def did_you_mean(word: object, valid: Collection[str]) -> str:
     """Return the end of a message about an unknown word: the valid words that are spelled most like it."""
-    close = difflib.get_close_matches(str(word), sorted(valid), n=3)
+    meant = _OTHER_WORDS.get(str(word))
+    close = [meant] if meant in valid else difflib.get_close_matches(str(word), sorted(valid), n=3)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "nothing near that name is known."
 
 
@@ -264,5 +269,6 @@ class ListSet:
                 remark = "write a path such as 'encoder.layers.0.*', or a class such as 'torch.nn.BatchNorm2d'"
                 fail(origin, f"{pattern!r} under modules is not a path or class; {remark}")
             if value not in _PRECISIONS:
-                fail(origin, f"{pattern!r} under modules has {value!r}; choose {choices(_PRECISIONS)}")
-            yield ModuleRule(pattern, _PRECISIONS[value], origin, self.source.remark(origin))
+                meant = did_you_mean(value, _PRECISIONS)
+                fail(origin, f"{pattern!r} under modules has {value!r}; {meant} Choose {choices(_PRECISIONS)}")
+            yield ModuleRule(pattern, ModulePrecision(value), origin, self.source.remark(origin))

@@ -23,11 +23,15 @@ class CastPolicy(enum.Enum):
 
 
 class ModulePrecision(enum.Enum):
-    """The precision of a module; `NONE` removes an inherited entry."""
+    """The precision of a module; `NONE` removes an inherited entry, and ``"half"`` is another word for `FP16`."""
 
     FP16 = "fp16"
     FP32 = "fp32"
     NONE = "none"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ModulePrecision | None:
+        return cls.FP16 if value == "half" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ import numpy
 import torch
 
 from autoamp.errors import UsageError, kind_of
-from autoamp.half_units import falls_back_to_fp32
+from autoamp.half_units import falls_back_to_fp32, half_dtype
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
 from autoamp.runtime.handle import BaseHandle, Handle, runtime_of
+from autoamp.runtime.registry import check_decorated
 from autoamp.runtime.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.scaling import LossScaler
 from autoamp.tensors import default_device_type
@@ -35,7 +36,7 @@ def init(
     *,
     lists: Any = None,
     device_type: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["fp16", "float16", "bf16", "bfloat16"] | None = None,
     rebind: bool = True,
     scope: Scope = "global",
     trace_overflow: bool = False,
@@ -56,8 +57,9 @@ def init(
         lists: A list set's name, a path, a mapping, or a sequence of these. They take precedence over the project's
             lists.
         device_type: Only tensors of this device type are cast. None is that of the current accelerator, else ``"cpu"``.
-        dtype: ``torch.float16`` or ``torch.bfloat16``. None is torch's default half dtype for the device type. If the
-            device has no units for that, nothing is cast, as with ``enabled=False``, and the log says so.
+        dtype: ``torch.float16`` or ``torch.bfloat16``, or its name: ``"fp16"`` or ``"bf16"``. None is torch's default
+            half dtype for the device type. If the device has no units for that, nothing is cast, as with
+            ``enabled=False``, and the log says so.
         rebind: Whether to rebind names that other modules imported earlier (``from torch import matmul``).
         scope: ``"global"``, or ``"modules"`` for code that knows nothing of mixed precision. Ops inside a module call
             are cast, the outputs of the outermost call are fp32, and elsewhere an op is cast only if an argument is in
@@ -91,21 +93,23 @@ def init(
 
 
 def _settings_of(
-    lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, **others: Any
+    lists: Any = None, device_type: str | None = None, dtype: torch.dtype | str | None = None, **others: Any
 ) -> Settings | None:
     """Return the settings that arguments of `init` come to; None if the device falls back to fp32."""
     settings = Settings.from_arguments(lists, device_type, dtype, **others)
     check_device(settings.device_type)
-    return None if falls_back_to_fp32(dtype, settings.device_type) else settings
+    return None if falls_back_to_fp32(half_dtype(dtype), settings.device_type) else settings
 
 
 def _check_enabled(enabled: Any, caller: str) -> None:
     """Raise UsageError for what is no switch: a string, or a model that was meant for `initialize`."""
     if not isinstance(enabled, (bool, int, numpy.bool_, type(None))):
         shown = kind_of(enabled) if isinstance(enabled, torch.nn.Module) else repr(enabled)
+        setting = f"device_type={enabled!r}" if enabled in ("cuda", "cpu", "mps", "xpu") else "dtype=torch.float16"
+        decorates = f"a decorator has parentheses, @autoamp.{caller}(); " if inspect.isroutine(enabled) else ""
         raise UsageError(
-            f"enabled={shown} is neither True nor False; settings are given by name, as in "
-            f"autoamp.{caller}(dtype=torch.float16), and models and optimizers to autoamp.initialize(model, optimizer)"
+            f"enabled={shown} is neither True nor False; {decorates}settings are given by name, as in "
+            f"autoamp.{caller}({setting}), and models and optimizers to autoamp.initialize(model, optimizer)"
         )
 
 
@@ -115,14 +119,19 @@ def disable_casts() -> contextlib.AbstractContextManager[None]:
     return handle.disable_casts() if handle is not None else contextlib.nullcontext()
 
 
-class Region(Generic[H]):
-    """A context manager: torch is patched within. Made by `region()`; it can be entered again."""
+class Region(contextlib.ContextDecorator, Generic[H]):
+    """A context manager and decorator: torch is patched within. Made by `region()`; it can be entered again."""
 
     def __init__(self, enabled: bool, settings: Settings | None) -> None:
         self._enabled = enabled
         self._settings = settings
         # By thread, one block for each time that the thread has entered the region.
         self._entered: dict[int, list[contextlib.ExitStack]] = {}
+
+    def __call__(self, func: _Function) -> _Function:
+        """Decorate a function: each call runs within the region."""
+        check_decorated(func, "region")
+        return super().__call__(func)  # type: ignore[type-var]
 
     def __enter__(self) -> H:
         needs_own = self._settings is None and handles.handle is None
@@ -152,6 +161,8 @@ class Region(Generic[H]):
 
 def region(enabled: bool = True, loss_scale: Any = None, **settings: Any) -> Region[BaseHandle]:
     """Patch torch inside a ``with`` statement only: ``with autoamp.region(dtype=torch.bfloat16) as handle``.
+
+    Also a decorator, ``@autoamp.region()``, of a function that runs within it.
 
     A region with settings casts only in the thread that enters it; with ``scope="modules"`` it casts within modules
     alone, in all threads. A region without settings casts everything, whatever the scope of the active handle.

@@ -19,9 +19,9 @@ from autoamp.rules import CastRule, CastTable
 from autoamp.runtime.runtime import Looks, Runtime
 from autoamp.runtime.settings import Settings
 from autoamp.scaling import LossScaler, is_count, make_scaler
-from autoamp.stepping import RequestedGroup, as_list, stepped_params, wrap_optimizer
+from autoamp.stepping import RequestedGroup, UnscaledBlock, as_list, stepped_params, wrap_optimizer
 
-Precision = Literal["fp32", "fp16", "none"]
+Precision = Literal["fp32", "fp16", "half", "none"]
 """What `override` runs a module in."""
 
 
@@ -88,6 +88,14 @@ class BaseHandle:
         """
         return self._runtime.deactivate()
 
+    def __enter__(self) -> Self:
+        """Return the handle. The end of the ``with`` statement deactivates it: ``with autoamp.init() as handle``."""
+        _ = self._active_runtime
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.deactivate()
+
     @property
     def skipped_rules(self) -> tuple[CastRule, ...]:
         """The rules of shipped list sets for ops that the installed torch lacks."""
@@ -135,7 +143,7 @@ class BaseHandle:
             module: The module. Without ``precision``: the model to which the path patterns of the lists apply.
             precision: ``"fp32"``: floating inputs are cast to fp32, and no op inside is cast. ``"fp16"``: inputs are
                 cast to the half dtype in use and the lists apply inside, even within an ``"fp32"`` module. ``"none"``:
-                inputs keep their dtypes, and no op inside is cast.
+                inputs keep their dtypes, and no op inside is cast. ``"half"`` is another word for ``"fp16"``.
 
         Returns:
             An object with ``undo()``, which is also a context manager.
@@ -207,7 +215,7 @@ class BaseHandle:
         self._runtime.optimizers.max_consecutive_skips = count
 
     def scale_loss(
-        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+        self, loss: Tensor, optimizers: Any = None, loss_id: int = 0, *, delay_unscale: bool = False
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Scale a loss for its backward pass. At the end of the block unscale the gradients and check them.
 
@@ -360,10 +368,10 @@ class NoOpHandle(BaseHandle):
         return Backend("cpu", False, "autoamp is not enabled")
 
     def scale_loss(
-        self, loss: Tensor, optimizers: Any, loss_id: int = 0, *, delay_unscale: bool = False
+        self, loss: Tensor, optimizers: Any = None, loss_id: int = 0, *, delay_unscale: bool = False
     ) -> contextlib.AbstractContextManager[Tensor]:
         """Yield the unchanged loss."""
-        return contextlib.nullcontext(loss)
+        return UnscaledBlock(loss)
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_` does, and return the norm before that."""
@@ -375,7 +383,7 @@ class NoOpHandle(BaseHandle):
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
         """Give an optimizer a ``scale_loss(loss)`` that yields the unchanged loss, and return the optimizer."""
-        optimizer.scale_loss = lambda loss, delay_unscale=False: contextlib.nullcontext(loss)
+        optimizer.scale_loss = lambda loss, delay_unscale=False: UnscaledBlock(loss)
         return optimizer
 
     def auto_scale(self) -> AutoScale:

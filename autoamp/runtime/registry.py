@@ -37,6 +37,16 @@ class _Decorated:
         self.current = build_replacement(function, self._policy, casts, module=str(function.__module__), qualname=name)
 
 
+def check_decorated(function: Any, decorator: str) -> None:
+    """Raise TypeError for what no decorator can take: a class, or a function that runs later, as a generator does."""
+    if not callable(function):
+        raise TypeError(f"{function!r} is not callable; a {decorator} decorator takes a function")
+    if isinstance(function, type):
+        raise TypeError(f"{function.__name__} is a class; decorate its method, such as forward")
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} runs after the call has returned; decorate the functions that it calls")
+
+
 class Registry:
     """The decorated functions and the registrations of this process. They outlast handles.
 
@@ -65,12 +75,7 @@ class Registry:
         """
         if isinstance(function, (staticmethod, classmethod)):
             return type(function)(self.decorate(function.__func__, policy))
-        if not callable(function):
-            raise TypeError(f"{function!r} is not callable; a {policy.value} decorator takes a function")
-        if isinstance(function, type):
-            raise TypeError(f"{function.__name__} is a class; decorate its method, such as forward")
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-            raise TypeError(f"{function!r} runs after the call has returned; decorate the functions that it calls")
+        check_decorated(function, policy.value)
         decorated = _Decorated(function, policy)
         with self._lock:
             self._decorated.add(decorated)

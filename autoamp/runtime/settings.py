@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from autoamp.errors import UsageError
-from autoamp.half_units import default_half_dtype
+from autoamp.half_units import default_half_dtype, half_dtype
 from autoamp.modules import check_module_rules
 from autoamp.rules import CastTable, load_table
 from autoamp.scaling import make_scaler
-from autoamp.tensors import HALF_DTYPES, default_device_type
+from autoamp.tensors import default_device_type
 
 OnNonfinite = Literal["warn", "raise", "skip"]
 Scope = Literal["global", "modules"]
@@ -43,7 +43,7 @@ class Settings:
 
     @classmethod
     def from_arguments(
-        cls, lists: Any = None, device_type: str | None = None, dtype: torch.dtype | None = None, **others: Any
+        cls, lists: Any = None, device_type: str | None = None, dtype: torch.dtype | str | None = None, **others: Any
     ) -> Settings:
         """Fill in the defaults, read the lists and check the arguments, which are those of `init`. Nothing is patched.
 
@@ -53,9 +53,7 @@ class Settings:
             LossScaleError: The loss scale is no scale.
         """
         device_type = device_type_of(device_type)
-        dtype = default_half_dtype(device_type) if dtype is None else dtype
-        if dtype not in HALF_DTYPES:
-            raise UsageError(f"dtype={dtype} is not a half-precision dtype; choose torch.float16 or torch.bfloat16")
+        dtype = half_dtype(dtype) or default_half_dtype(device_type)
         table = load_table(lists, base="bf16" if dtype is torch.bfloat16 else "default", device_type=device_type)
         check_module_rules(table.modules)
         settings = cls(device_type, dtype, table, **others)

@@ -8,6 +8,7 @@ from autoamp.stepping.attach import living_optimizers_and_modules as living_opti
 from autoamp.stepping.attach import named_params as named_params
 from autoamp.stepping.attach import refuse_unguardable as refuse_unguardable
 from autoamp.stepping.attach import stepped_params as stepped_params
+from autoamp.stepping.block import UnscaledBlock as UnscaledBlock
 from autoamp.stepping.block import open_blocks as open_blocks
 from autoamp.stepping.block import scaled_block as scaled_block
 from autoamp.stepping.guard import StepGuard as StepGuard

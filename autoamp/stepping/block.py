@@ -7,9 +7,11 @@ optimizers as an `OverflowCheck`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, ParamSpec
 
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from autoamp.scaling import LossScaler, Scale, is_same_scale, scale_, scale_rati
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.overflow_checks import OverflowCheck
 from autoamp.stepping.setting_warnings import warn_without_gradients
+
+_P = ParamSpec("_P")
 
 
 class _Count:
@@ -39,6 +43,36 @@ class _OpenBlocks(threading.local):
 
 
 open_blocks = _OpenBlocks()
+
+
+class NeedsWith:
+    """Answers the reading of an attribute of what ``scale_loss`` returns: ``scale_loss(...).backward()``."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"scale_loss() returns a context manager, which has no {name!r}; write `with handle.scale_loss(loss, "
+            "optimizer) as scaled_loss: scaled_loss.backward()`",
+            name=name,
+            obj=self,
+        )
+
+
+class LossBlock(NeedsWith, contextlib._GeneratorContextManager[Tensor]):
+    """What ``scale_loss`` returns: the context manager of a generator that yields the scaled loss."""
+
+
+def loss_block(function: Callable[_P, Generator[Tensor, None, None]]) -> Callable[_P, LossBlock]:
+    """Decorate a generator function as `contextlib.contextmanager` does: calls return a `LossBlock`."""
+
+    @functools.wraps(function)
+    def block(*args: _P.args, **kwargs: _P.kwargs) -> LossBlock:
+        return LossBlock(function, args, kwargs)
+
+    return block
+
+
+class UnscaledBlock(NeedsWith, contextlib.nullcontext[Any]):
+    """What ``scale_loss`` returns where nothing is scaled."""
 
 
 @contextlib.contextmanager

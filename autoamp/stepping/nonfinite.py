@@ -26,6 +26,7 @@ from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.program import Cause, Subscriber
 from autoamp.scaling import StaticLossScaler, UnreadFlags, is_flat, is_sharded, local_of, non_finite, total_norm
 from autoamp.stepping.attach import named_params, stepped_params
+from autoamp.stepping.block import open_blocks
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.optimizers import GuardedOptimizers
 from autoamp.stepping.ranks import several_processes
@@ -94,7 +95,15 @@ class NonFiniteSteps(Subscriber):
         Args:
             scaler: The scaler.
             outputs: The loss, or several.
+
+        Raises:
+            UsageError: A ``scale_loss`` block has scaled this loss already.
         """
+        if open_blocks.count and scaler.is_enabled() and any(one.checks for one in self._optimizers.scalers):
+            raise UsageError(
+                "GradScaler.scale() inside a scale_loss block would scale the loss twice; call scaled_loss.backward() "
+                "in the block, or scale by the GradScaler alone, outside of any block"
+            )
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
             self._optimizers.current.scale(outputs, _LazyScale(scaler))
 

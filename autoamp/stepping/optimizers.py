@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autoamp.errors import UsageError, kind_of
 from autoamp.program import Listeners, Program
 from autoamp.scaling import LossScaler, scaled_loss, total_norm
 from autoamp.stepping.attach import ScalesItself, refuse_unguardable, stepped_params
-from autoamp.stepping.block import scaled_block
+from autoamp.stepping.block import loss_block, scaled_block
 from autoamp.stepping.current_step import CurrentStep
 from autoamp.stepping.guard import StepGuard
 from autoamp.stepping.loss_scalers import LossScalers, as_list
@@ -27,6 +27,8 @@ from autoamp.stepping.ranks import RequestedGroup, several_processes
 from autoamp.stepping.scaled_backward import BackwardWatch, LeftScaled
 from autoamp.stepping.setting_warnings import UnderflowWatch, check_optimizer
 from autoamp.stepping.skips import StepCounts, StepOwner
+
+_Scaled = Generator[Tensor, None, None]
 
 
 class GuardedOptimizers(StepOwner[StepGuard]):
@@ -243,12 +245,13 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     # -- losses --
 
-    @contextlib.contextmanager
-    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> Iterator[Tensor]:
+    @loss_block
+    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> _Scaled:
         """Yield ``loss.float() * scale`` within a `scaled_block`; see `autoamp.runtime.Handle.scale_loss`."""
         if not isinstance(loss, Tensor):
-            message = f"scale_loss() takes a floating tensor, not {kind_of(loss)}; pass the loss, not loss.item()"
-            raise UsageError(message)
+            swapped = "the loss comes first: scale_loss(loss, optimizer)"
+            remedy = swapped if isinstance(optimizers, Tensor) else "pass the loss itself, not loss.item()"
+            raise UsageError(f"scale_loss() takes a floating tensor, not {kind_of(loss)}; {remedy}")
         if not loss.is_floating_point():
             raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
         guards = [self.guard(optimizer) for optimizer in as_list(optimizers)]

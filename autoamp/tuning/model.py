@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -82,7 +82,7 @@ class Proposal:
     Attributes:
         name: An op as a list names it, or the dotted name of a module's class.
         value: The policy, or the precision of the class.
-        kind: ``"unsafe"``, ``"unprofitable"`` or ``"profitable"``; ``"culprit"`` for `Bisection`.
+        kind: ``"unsafe"``, ``"unprofitable"`` or ``"profitable"``; ``"restores"`` for `Bisection`.
         reason: Why, with figures.
         gain: Predicted seconds a step.
         of_module: Whether this is an entry under ``[modules]``.
@@ -202,22 +202,29 @@ def units_of(survey: Survey) -> tuple[Unit, ...]:
     """Return the candidates for fp32: the innermost modules that a program called, and ops called outside of these.
 
     A module is named by its class if it is the only one of that class, else by its path. Ops that the lists already
-    run in fp32 are left out, and unlisted ops that are exact in half precision, such as views.
+    run in fp32 are left out, and unlisted ops that are exact in half precision, such as views. Units with an op that
+    overflows come first, ops before modules: another module in fp32 may hide the fault, at a higher price.
     """
     paths: defaultdict[str, set[str]] = defaultdict(set)
     for use in survey.uses:
         if use.module is not None and use.module_class is not None:
             paths[use.module_class].add(use.module)
     units: defaultdict[tuple[tuple[str, ...], bool], list[str]] = defaultdict(list)
+    overflows: Counter[tuple[tuple[str, ...], bool]] = Counter()
     for use in survey.uses:
         exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
         if use.policy not in ("fp32", "banned") and not exact:
-            units[_entries(use, paths)].append(f"{use.target} at {use.location}" if use.location else use.target)
+            entries = _entries(use, paths)
+            call = f"{use.target} at {use.location}" if use.location else use.target
+            units[entries].append(f"{call}, which overflows" if use.overflow else call)
+            overflows[entries] += use.overflow
     found = []
-    for (names, of_module), calls in units.items():
-        different = list(dict.fromkeys(calls))
+    for names, of_module in sorted(units, key=lambda unit: (not overflows[unit], overflows[unit] > 0 and unit[1])):
+        calls = units[names, of_module]
+        # Those that overflow first.
+        different = sorted(dict.fromkeys(calls), key=lambda call: not call.endswith("overflows"))
         reason = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
-        found.append(tuple(Proposal(name, "fp32", "culprit", reason, of_module=of_module) for name in names))
+        found.append(tuple(Proposal(name, "fp32", "restores", reason, of_module=of_module) for name in names))
     return tuple(found)
 
 

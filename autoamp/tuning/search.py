@@ -170,8 +170,12 @@ class Search(ProgramSearch):
             lines.append("whether half precision pays on this device is unknown: there were too few runs or steps")
         else:
             ratio = best.seconds / fp32.seconds
-            pays = "pays" if ratio <= 1 - NOISE else "does not pay"
-            lines.append(f"half precision {pays} on this device: a step takes {ratio:.2f} times as long as in fp32")
+            times = f"a step takes {ratio:.2f} times as long as in fp32"
+            if ratio <= 1 - NOISE:
+                lines.append(f"half precision pays on this device: {times}")
+            else:
+                lines.append(f"half precision does not pay for this program: {times}, {self._why(survey)}")
+                lines.append("for speed, run this program without autoamp on this device")
         if self.chosen and best is None:
             lines.append("these entries come from the survey: no run has confirmed them")
         if survey.untimed:
@@ -186,12 +190,19 @@ class Search(ProgramSearch):
         ]
         return lines
 
+    def _why(self, survey: Survey) -> str:
+        """Return why half precision does not pay with the chosen list."""
+        in_fp32 = {one.name for one in self.chosen if one.value == "fp32" and not one.of_module}
+        if in_fp32.issuperset(use.target for use in survey.uses if use.policy == "fp16"):
+            return "although this list casts no op to half precision: the rest is autoamp's own time for each call"
+        return "as casts and autoamp's own time for each call cost more than half precision saves"
+
 
 @dataclass(kw_only=True)
 class Bisection(ProgramSearch):
     """Searches for the units that must be fp32 by runs of the program.
 
-    A binary search finds each culprit: the last unit of the shortest prefix of ``units`` that restores the metric
+    A binary search finds each entry: the last unit of the shortest prefix of ``units`` that restores the metric
     together with the culprits found before. Each culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on
     top. The result was confirmed by a run, even if culprits depend on each other.
 

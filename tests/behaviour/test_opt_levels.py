@@ -20,6 +20,7 @@ def initialized(level: Any, **settings: Any) -> tuple[nn.Sequential, torch.optim
     return autoamp.initialize(model, optimizer, opt_level=level, device_type="cpu", dtype=FP16, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm1d '1' keeps its running statistics")
 @pytest.mark.parametrize(
     ("level", "weight", "norm"),
     [("O0", FP32, FP32), ("O1", FP32, FP32), ("O2", FP16, FP32), ("O3", FP16, FP16)],

@@ -209,6 +209,7 @@ if __name__ == "__main__":
         for steps in (1, 2) if how == "fork" else (3,):
             mp.get_context(how).Process(target=work, args=(steps,)).start()
 """,
+    "own_init.py": 'import autoamp; print(autoamp.init(device_type="cpu", dtype="bf16").settings.dtype)',
     "own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n',
     "real/apex/__init__.py": "print('the real one')\n",
     "real/imports_apex.py": "import apex\n",
@@ -250,6 +251,14 @@ TOLD: dict[str, tuple[list[str], int, str, str]] = {
     ),
     "a program that calls initialize is cast before and after": (
         [*RUN, "--dtype", "fp16", "sets_up.py"], 0, "float16 float16 float16\n", "(O1, set up by the program)",
+    ),
+    "a dtype that the program overrules is told": (
+        [*RUN, "--dtype", "fp16", "own_init.py"], 0, "torch.bfloat16\n",
+        "own_init.py:1: UserWarning: --dtype fp16 has no effect from here on: the program made a handle itself, of "
+        "bfloat16. Pass dtype=torch.float16 there, or leave the call to autoamp run",
+    ),
+    "a dtype that the program chooses too is no news": (
+        [*RUN, "--quiet", "--dtype", "bf16", "own_init.py"], 0, "torch.bfloat16\n", ""
     ),
     "the alias is there": ([*RUN, "--quiet", "no_apex.py"], 0, "True\n", ""),
     "without the alias there is no apex": ([*RUN, "--quiet", "--no-apex", "no_apex.py"], 0, "no apex\n", ""),
@@ -344,8 +353,9 @@ def test_summary_comes_last_however_the_program_ends(
     name: str, code: int, folder: Path, ended: dict[str, Ended]
 ) -> None:
     assert ended[name].code == code
-    assert f"\n{ended[name].err}".rpartition("\nautoamp: ")[2].startswith("bfloat16 on cpu (O1); ")
-    assert ended[name].err.count("autoamp: ") == 1
+    summary, written = f"\n{ended[name].err}".split("\nautoamp: ")[1:]
+    assert summary.startswith("bfloat16 on cpu (O1); ")
+    assert written == f"report written to {name}.json\n"
     assert json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["exit_code"] == code
 
 
@@ -446,7 +456,7 @@ def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out.startswith("brand_new_op: new in torch ")
 
 
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+@pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
 def test_only_the_first_rank_speaks(rank: str, lines: int, folder: Path, ended: dict[str, Ended]) -> None:
     one = ended[f"rank {rank}"]
     assert one.code == 0

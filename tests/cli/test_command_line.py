@@ -32,7 +32,8 @@ print(code, "torch" in sys.modules, file=sys.stderr)
         (["--help"], 0, "usage: autoamp [-h] [--version] command ..."),
         ([], 0, "usage: autoamp [-h] [--version] command ..."),
         (["run", "--help"], 0, "usage: autoamp run [options] script.py args..."),
-        (["lists", "-h"], 0, "usage: autoamp lists"),
+        (["lists", "-h"], 0, "Shows the rules that apply in this folder"),
+        (["doctor", "-h"], 0, "Shows the versions, the device with the half dtypes"),
         (["--version"], 0, f"autoamp {autoamp.__version__} (torch {torch.__version__}"),
         (["nothing"], 2, ""),
     ],
@@ -81,4 +82,7 @@ def test_all_rules_are_shown_but_names_that_compute_nothing(place: Path, capsys:
         assert not {"Optional", "__dir__"} & policies[dtype].keys()
         headed = shown[shown.index("[modules]") :][:2]
         assert headed == ["[modules]", f"*.head  fp32  {place / 'autoamp.toml'}:3"]
+        order = list(dict.fromkeys(policies[dtype].values()))
+        assert order == [word for word in (dtype, "fp32", "promote", "banned", "none") if word in order]
+        assert policies[dtype]["linear"] == dtype
     assert (policies["fp16"]["layer_norm"], policies["bf16"]["layer_norm"]) == ("fp32", "none")

@@ -43,6 +43,7 @@ SEARCH = ["--metric", "loss", "--dtype", "fp16"]
           for text in ("x", "-1", "inf")),
         (["run", "--opt-level", "O2", "--no-apex"], "initialize(), and --no-apex is given; use --opt-level O1"),
         (["run", "--report", "none/x.json"], "--report 'none/x.json' cannot be written"),
+        (["run", "--report", "out.pdf"], "--report 'out.pdf' must end in .html for a page, or in .json"),
         (["profile", "--json", "none/x.json"], "--json 'none/x.json' cannot be written"),
         (["run", "--device-type", "meta"], "--device-type 'meta'; give --dtype float16 or --dtype bfloat16, or choose"),
         *(([command, *SEARCH, "--tolerance", text], "--tolerance 0 or more")
@@ -86,11 +87,17 @@ def test_a_wrong_list_or_device_is_named_as_it_was_typed(
     ("argv", "message"),
     [
         (["tune", *SEARCH, "missing.py"], "can't open file 'missing.py'"),
+        (["run", "python", "my script.py", "5"],
+         "can't open file 'python': No such file or directory; leave it out: autoamp run [options] 'my script.py' 5"),
+        (["run", "torchrun", "script.py"], "use torchrun [its options] -m autoamp run [options] script.py"),
+        (["script.py", "--lr", "1"], "'script.py' is no command; write: autoamp run script.py --lr 1"),
+        (["python3.12", "-m", "program"], "'python3.12' is no command; write: autoamp run -m program"),
+        (["-m", "program"], "'-m' is no command; write: autoamp run -m program"),
         (["replay", "a\0b"], "no capsule"),
         (["report", "none.json"], "'none.json' cannot be read as a report"),
         (["report", "none.json", "-o", "page.json"], "--output 'page.json' must end in .html"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_named(argv: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(capsys, *argv)
 
@@ -173,3 +180,29 @@ def test_wrong_reports_are_refused(wrong: Any, tmp_path: Path, capsys: pytest.Ca
         assert "run.json" in line
     # A value that neither the page nor the exit code looks at may be any.
     assert set(codes) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "program", "behind", "told"),
+    [
+        ([], "", ["--dtype", "fp16", "--report=r.html", "--lr", "1"],
+         "--dtype and --report stand behind script.py and went to it; options of autoamp come before the program"),
+        ([], "", ["--no-apex"], "--no-apex stands behind script.py and went to it; options of autoamp come before the"),
+        ([], "parser.add_argument('--dtype')", ["--dtype", "fp16"], None),
+        ([], "loss_scale: str = 'dynamic'", ["--loss-scale=8"], None),
+        (["--quiet"], "", ["--dtype", "fp16"], None),
+        (["--opt-level", "O2"], "", [], "amp.initialize(), and script.py does not call that itself; leave the option"),
+        (["--opt-level", "O2"], "# amp.initialize(model)", [], None),
+        ([], "", ["run", "--lr", "--program", "x"], None),
+    ],
+)  # fmt: skip
+def test_options_that_the_script_does_not_know_are_told_at_its_start(
+    before: list[str], program: str, behind: list[str], told: str | None, script: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    script.write_text(program)
+    monkeypatch.setattr("autoamp.cli.run.prepared_run", lambda chosen: 0)
+    assert main(["run", *before, "script.py", *behind]) == 0
+    err = capsys.readouterr().err
+    assert err.count("\n") == (told is not None)
+    assert (told or "") in err

@@ -117,7 +117,7 @@ def losses_in_fp32(name: str) -> Losses:
     return trained(detector(name), lambda loss: loss.backward())[0]
 
 
-@pytest.mark.parametrize(("half", "name", "way"), cases())
+@pytest.mark.parametrize(("half", "name", "way"), [*cases()])
 def test_a_detector_trains_and_predicts(half: torch.dtype, name: str, way: str) -> None:
     reference = losses_in_fp32(name)
     settings = WAYS[way]

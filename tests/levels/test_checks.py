@@ -71,7 +71,8 @@ def test_wrapped_models_are_refused(kind: type) -> None:
 def test_warnings_point_at_the_line_of_the_caller() -> None:
     with pytest.warns(UserWarning, match="has no effect at opt_level='O1'") as caught:
         autoamp.initialize(network(), keep_batchnorm_fp32=True, device_type="cpu", lists=LISTS, verbosity=0)
-    with pytest.warns(UserWarning, match="its fp32 values are lost") as more:
+    statistics = pytest.warns(UserWarning, match="keeps its running statistics in torch.float16")
+    with statistics, pytest.warns(UserWarning, match="its fp32 values are lost") as more:
         autoamp.initialize(network().half(), device_type="cpu", lists=LISTS, verbosity=0)
     modules = {"modules": {"head": "fp32"}}
     with pytest.warns(UserWarning, match=r"'head' matches no module of Sequential") as most:

@@ -27,7 +27,9 @@ WATCH, OTHER = (f"{cls.__module__}.{cls.__name__}" for cls in (Watch, Other))
 
 
 def test_override_refuses_unknown_precisions(handle: autoamp.Handle) -> None:
-    with pytest.raises(autoamp.UsageError, match=r"precision='fp8' is unknown; choose 'fp32', 'fp16' or 'none'"):
+    with pytest.raises(
+        autoamp.UsageError, match=r"precision='fp8' is unknown; choose 'fp32', 'fp16', 'half' or 'none'"
+    ):
         handle.override(nn.Linear(2, 2), "fp8")
     assert not runtime_of(handle).precisions.any
 

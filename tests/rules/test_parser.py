@@ -151,7 +151,7 @@ def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(place: Path) -> None
         ("banned = ['x']", 2, ["banned must be a table", "(list)"]),
         ("[banned]\n\nx = 3", 4, ["banned 'x' must be a string", "3 (int)"]),
         ("[banned]\nmypkg.f = 'no'", 3, ["banned 'mypkg'", "quotes", "(dict)"]),
-        ("[modules]\n'a' = 'fp8'", 3, ["'a'", "'fp8'", "choose 'fp16', 'fp32', 'none'"]),
+        ("[modules]\n'a' = 'fp8'", 3, ["'a'", "'fp8'", "Choose 'fp16', 'fp32', 'none'"]),
         ("[modules]\n'' = 'fp32'", 3, ["''", "not a path or class"]),
         ("[modules]\n'a b' = 'fp32'", 3, ["'a b'", "not a path or class"]),
         ("[modules]\n' a' = 'fp32'", 3, ["' a'", "not a path or class"]),

@@ -99,7 +99,7 @@ LAYER = nn.Linear(2, 2)
 
 # What is called with a handle and a training, and what the error says.
 MISUSES: list[tuple[Callable[[Handle, Training], Any], str]] = [
-    (lambda handle, one: handle.scale_loss(1.5, one.optimizer).__enter__(), "not a float; pass the loss, not loss"),  # type: ignore[arg-type]
+    (lambda handle, one: handle.scale_loss(1.5, one.optimizer).__enter__(), "not a float; pass the loss itself"),  # type: ignore[arg-type]
     (lambda handle, one: handle.scale_loss(None, one.optimizer).__enter__(), "a floating tensor, not None"),  # type: ignore[arg-type]
     (lambda handle, one: handle.scale_loss(torch.tensor(3), one.optimizer).__enter__(), "and this loss is torch.int64"),
     *((lambda handle, one, count=count: setattr(handle, "max_consecutive_skips", count),
@@ -295,7 +295,7 @@ def test_disabled_diagnostics_find_nothing_and_followers_step(training: Training
     assert handle.explain("softmax").rules == ()
     assert handle.explain_overflow(training.loss) is None
     assert handle.report("unused.html") == {}
-    assert handle.stats == {**init().stats, "loss_scale": 1.0, "loss_scales": [], "found_inf": []}
+    assert handle.stats == {**init().stats, "casts": {}, "loss_scale": 1.0, "loss_scales": [], "found_inf": []}
     handle = autoamp.init(enabled=False)
     assert (handle.overflows, handle.postfix()) == ((), {"scale": "1", "skipped": "0"})
     handle.log_to(None)()

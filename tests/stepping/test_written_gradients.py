@@ -269,6 +269,8 @@ class _Layers:
         return [not torch.equal(value, layer.weight) for value, layer in zip(before, self.layers, strict=True)]
 
 
+# Blocks name optimizers without a gradient, too.
+@pytest.mark.filterwarnings("ignore:no parameter of SGD has a gradient after scale_loss")
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
 @pytest.mark.parametrize("first", [[0], [0, 1], [1]])
 @pytest.mark.parametrize("sharing", [0, 3])

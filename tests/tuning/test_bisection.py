@@ -95,6 +95,27 @@ def test_culprits_that_depend_on_each_other_come_to_a_list_that_was_run() -> Non
     assert program(search.chosen, 0).metric == 1.0
 
 
+def test_what_overflows_is_tried_first_though_another_module_hides_it() -> None:
+    mul = replace(use("mul", "unlisted", 1, 1, location="net.py:30"), overflow=3)
+    layer = replace(LAYERS[5], overflow=2, location="net.py:3")
+    units = units_of(survey(*LAYERS[:5], layer, *LAYERS[6:], mul))
+    assert [unit[0].name for unit in units[:3]] == ["mul", "layers.5", "layers.0"]
+    assert units[1][0].reason == "linear at net.py:3, which overflows"
+
+    class Hidden(Program):
+        def __call__(self, candidate: tuple[Proposal, ...] | None, seed: int) -> Outcome:
+            super().__call__(candidate, seed)
+            # The product overflows, unless its argument comes in fp32.
+            good = candidate is None or not {"mul", "layers.0"}.isdisjoint(one.name for one in candidate)
+            return Outcome((1.0 if good else math.nan,))
+
+    search = Bisection(run=Hidden(), seeds=(0, 1), units=units)
+    search.search()
+    assert [(one.name, one.kind, one.reason) for one in search.chosen] == [
+        (name, "restores", "mul at net.py:30, which overflows") for name in ("mul", "multiply", "__mul__", "__rmul__")
+    ]
+
+
 def test_candidates_are_modules_by_class_or_path_and_ops_outside_of_them() -> None:
     units = units_of(
         survey(

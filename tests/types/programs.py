@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import autoamp
+from autoamp.normalization import FusedLayerNorm
+from autoamp.optimizers import FusedAdam
 
 
 def handles(model: nn.Linear, optimizer: SGD) -> None:
@@ -32,12 +34,16 @@ def handles(model: nn.Linear, optimizer: SGD) -> None:
         handle = current
     off: autoamp.BaseHandle = autoamp.NoOpHandle()
     assert_type(off.deactivate(), tuple[str, ...])
-    autoamp.init(loss_scale=autoamp.DynamicLossScaler())
+    autoamp.init(loss_scale=autoamp.DynamicLossScaler(), dtype="fp16")
+    with autoamp.init() as entered:
+        assert_type(entered, autoamp.BaseHandle)
+    assert_type(autoamp.optimizers.FusedAdam(model.parameters()), FusedAdam)
+    assert_type(autoamp.normalization.FusedLayerNorm(4), FusedLayerNorm)
 
     autoamp.init(loss_scale="dynamc")  # type: ignore[arg-type]
     autoamp.init(on_nonfinite="ignore")  # type: ignore[arg-type]
     autoamp.init(scope="module")  # type: ignore[arg-type]
-    autoamp.init(dtype="float16")  # type: ignore[arg-type]
+    autoamp.init(dtype="half")  # type: ignore[arg-type]
     handle.override(model, "fp8")  # type: ignore[arg-type]
     handle.loss_scale = 2.0  # type: ignore[misc]
 
@@ -55,6 +61,15 @@ def levels(generator: nn.Linear, critic: nn.Conv2d, first: SGD, second: Adam) ->
     autoamp.initialize(generator, first, opt_level=2)  # type: ignore[call-overload]
     autoamp.initialize(generator, first, loss_scale="128")  # type: ignore[call-overload]
     autoamp.initialize(first, generator)  # type: ignore[call-overload]
+
+
+@autoamp.region(dtype=torch.bfloat16)
+def within(x: Tensor) -> Tensor:
+    """A region decorates a function and keeps its type."""
+    return x
+
+
+assert_type(within(torch.rand(2)), Tensor)
 
 
 @autoamp.half_function

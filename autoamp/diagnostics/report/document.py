@@ -147,7 +147,7 @@ def remedies(overflows: Iterable[Mapping[str, Any]], table: CastTable) -> list[d
             found.setdefault(module, {"policy": "modules", "op": module, "evidence": evidence, "now": now})
         for op in finding["fp32_names"]:
             rule = table.policy_of(op)
-            now = "on no list" if rule is None else f"{rule.policy.value} by {rule.origin}"
+            now = "on no list" if rule is None else f"under {rule.policy.value} in {rule.origin}"
             found.setdefault(op, {"policy": "fp32", "op": op, "evidence": evidence, "now": now})
     return list(found.values())
 

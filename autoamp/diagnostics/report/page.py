@@ -101,8 +101,11 @@ def as_toml(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a list file with these entries, each with its evidence as a comment; none without entries."""
     # A JSON string is a basic string of TOML. A comment holds no control characters.
     lines: dict[str, list[str]] = {"fp32": [], "modules": []}
+    before = None
     for one in entries:
         evidence = "".join(c if c.isprintable() else " " for c in one["evidence"])
+        place = one["policy"], evidence
+        evidence, before = "as above" if place == before else evidence, place
         is_module = one["policy"] == "modules"
         text = f'{json.dumps(one["op"])} = "fp32"' if is_module else f"    {json.dumps(one['op'])},"
         lines[one["policy"]].append(f"{text}  # {evidence}")

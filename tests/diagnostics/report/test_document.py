@@ -150,11 +150,13 @@ def test_each_name_that_was_called_has_an_entry_in_a_list_file(tmp_path: Path) -
     entries = remedies(overflows("__mul__", "__rmul__"), load_table("default"))
     assert [(one["policy"], one["op"]) for one in entries] == [("fp32", "__mul__"), ("fp32", "__rmul__")]
     assert entries[0]["evidence"] == "2 skips; first: mul made inf"
-    assert entries[0]["now"].startswith("none by lists/default.toml:")
+    assert entries[0]["now"].startswith("under none in lists/default.toml:")
     path.write_text("\n".join(as_toml(entries)), encoding="utf-8")
     rule = load_table([str(path)]).policy_of("__rmul__")
     assert rule is not None
     assert rule.policy.value == "fp32"
+    # The evidence of several names of one op is told once.
+    assert [line.partition("# ")[2] for line in as_toml(entries)] == ["", "", entries[0]["evidence"], "as above", ""]
     assert as_toml([]) == []
 
 

@@ -37,6 +37,19 @@ def test_names_cannot_inject(document: dict[str, Any]) -> None:
     assert len(page) < 1_000_000
 
 
+@needs_tools
+def test_a_fault_is_told_once_and_the_steps_of_values_are_named(document: dict[str, Any]) -> None:
+    sentence = "mul at net.py:7 made inf"
+    verdict = {"sentence": f"{sentence}; 0 of 4 steps skipped", "level": "bad"}
+    faults = [{"step": 0, "sentence": sentence, "overflow": {}, "remedy": "add fp32"}]
+    told = {"faults": faults, "verdict": verdict, "seconds": 1.25, "peak_rss": 3 * 2**20}
+    page = report_page({**document, **told})
+    assert page[: page.index("<script")].count(sentence) == 1
+    assert "step 0: add fp32." in page
+    assert "Values of step 0 alone: overflows of other steps stand under the verdict." in page
+    assert "The run took 1.2 s and 3 MiB of memory at its peak (RSS), recording included." in page
+
+
 def test_json_is_read_back(document: dict[str, Any], tmp_path: Path) -> None:
     write_report(tmp_path / "run.json", document)
     assert load_report(tmp_path / "run.json") == document

@@ -24,6 +24,8 @@
   };
   const count = (value) => (value === null || value === undefined ? "" : number.format(value));
   const short = (op) => op.replace(/^torch\.(nn\.functional\.)?/, "").replace(/^aten::/, "");
+  /* An operator, with the listed function that called it where that has another name. */
+  const named = ({ op, within }) => (within && short(within) !== short(op) ? `${short(within)} (${short(op)})` : short(op));
   const dtypes = (found) => Object.keys(found).sort().join(" ") || "-";
   const power = (exponent) => `2^${exponent}`;
   const scaleText = (exponent) => `${power(exponent)} = ${number.format(2 ** exponent)}`;
@@ -318,7 +320,7 @@
     const nothing = { exponents: {}, zeros: 0, nonfinite: 0 };
     const rows = [
       ...run.values.gradients.map((one) => ({ ...one, what: "gradient", name: one.parameter })),
-      ...run.values.ops.map((one) => ({ ...one, what: "result", name: short(one.op) })),
+      ...run.values.ops.map((one) => ({ ...one, what: "result", name: named(one) })),
     ];
     table(pane.querySelector("[data-table=values]"), [
       { name: "of", value: (row) => row.what },
