@@ -424,6 +424,11 @@ def is_parallelized(module: Any) -> bool:
     return bool(getattr(module, "_distribute_module_applied", False))
 
 
+def is_replica(module: Any) -> bool:
+    """Whether a module was made by `torch.nn.parallel.replicate`: its parameters are plain tensors."""
+    return bool(getattr(module, "_is_replica", False))
+
+
 # -- what is patched beside the functions of the lists. Where it is None there is no patch --
 
 

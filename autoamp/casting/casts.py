@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp.casting.cache import CastCache
-from autoamp.casting.threads import ThreadState, TracedMode
+from autoamp.casting.threads import ThreadMode, ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled, trace_as
 
@@ -213,8 +213,19 @@ class CastState:
         """Return what a replacement calls where ``local.mode.on`` is false: here the original."""
         return original
 
-    def begin_call(self, module: Module) -> bool:
-        """Whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
+    def obeys_disabled(self, mode: ThreadMode | TracedMode) -> bool:
+        """Whether a disabled torch.autocast region that begins now turns these casts off.
+
+        Args:
+            mode: The switches where it begins.
+        """
+        return True
+
+    def begin_call(self, module: Module) -> bool | None:
+        """Whether casts are to be turned on for the call of a module; asked where `in_modules` is true.
+
+        None: the modules that are called within it are asked in their turn.
+        """
         return False
 
     @contextlib.contextmanager

@@ -64,6 +64,19 @@ class ModuleCalls(Subscriber):
         compiling = torch.compiler.is_dynamo_compiling
         has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
+        def switch(module: Module, precision: ModulePrecision | None, tokens: list[Token]) -> tuple[bool, bool]:
+            """Set the switches of a call. Returns whether outputs become fp32, and whether there are no parameters."""
+            widens = False
+            begun: bool | None = False
+            if precision is not None:
+                # Code around that casts nothing, such as an fp32 module's, could not use a half result.
+                widens = precision is ModulePrecision.FP16 and local.now().on is not True
+                tokens.append(local.set(precision is ModulePrecision.FP16))
+            elif in_modules and (begun := casts.begin_call(module)):
+                tokens.append(local.set(True))
+                widens = not casts.autocast_rules()
+            return widens, begun is None
+
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
             is_kept, record, result = False, None, None
             if compiling():
@@ -79,7 +92,7 @@ class ModuleCalls(Subscriber):
                 if recorder.wants_call():
                     is_kept, record = True, recorder.begin(self, args, kwargs)
             tokens: list[Token] = []
-            dtypes, look, keeps_casts, widens = forward_dtypes.get(self), None, False, False
+            dtypes, look, keeps_casts, widens, is_bare = forward_dtypes.get(self), None, False, False, False
             try:
                 try:
                     if dtypes is not None:
@@ -93,19 +106,16 @@ class ModuleCalls(Subscriber):
                         precisions.begin_model(self)
                     # After `switch`, which lifts a default that forces casts off outside of models.
                     precision = None if local.now().forced_off else precisions.get(self)
-                    if precision is not None:
-                        # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                        widens = precision is ModulePrecision.FP16 and local.now().on is not True
-                        if precision is not ModulePrecision.NONE:
-                            cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
-                            args, kwargs = _cast_nested((args, kwargs), cast)
-                        tokens.append(local.set(precision is ModulePrecision.FP16))
-                    elif in_modules and casts.begin_call(self):
-                        tokens.append(local.set(True))
-                        widens = not casts.autocast_rules()
+                    if precision is not None and precision is not ModulePrecision.NONE:
+                        cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
+                        args, kwargs = _cast_nested((args, kwargs), cast)
+                    widens, is_bare = switch(self, precision, tokens)
                     # Compiled code keeps no casts from call to call: a compiler shares them itself.
-                    if local.param_casts is None and cache.enabled and not compiling():
-                        local.param_casts, keeps_casts = {}, True
+                    if not compiling():
+                        if is_bare:
+                            local.bare_calls += 1
+                        elif local.param_casts is None and cache.enabled:
+                            local.param_casts, keeps_casts = {}, True
                     outputs = original(self, *args, **kwargs)
                 except Exception as error:
                     if not compiling():
@@ -114,6 +124,8 @@ class ModuleCalls(Subscriber):
                 finally:
                     if keeps_casts:
                         local.param_casts = local.last_activation = None
+                    if is_bare and not compiling():
+                        local.bare_calls -= 1
                     while tokens:
                         local.reset(tokens.pop())
                 if widens:

@@ -36,6 +36,7 @@ class AutocastRegions(Subscriber):
         """Turn casts off in a disabled region of the program."""
         casts, local = self._casts, self._casts.local
         is_off, traced = not region._enabled and region.device == casts.device_type, traced_frame()
+        is_off = is_off and casts.obeys_disabled(local.mode if traced is None else local.traced)
         if traced is not None:
             # Dynamo enters the regions of the code that it traces.
             if is_off and _is_the_programs(*traced):
