@@ -162,6 +162,7 @@ class CastState:
         yielded_to: What the program casts with itself, such as ``"torch.autocast"``, so that these casts ended.
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
+        disabled_at: The line of the program that first entered a disabled autocast region in which casts are off.
         explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
@@ -182,6 +183,7 @@ class CastState:
         self.yielded_to: str | None = None
         self.own_dtypes: Counter[torch.dtype] = Counter()
         narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
+        self.disabled_at: str | None = None
         self.explain: Callable[[Exception], None] = lambda error: None
         self.args_to_half = build_caster(dtype, narrow, device_type, self.cache)
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)

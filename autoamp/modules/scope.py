@@ -37,9 +37,14 @@ class ModuleCasts(CastState):
         self._cast_models: weakref.WeakKeyDictionary[Module, tuple[torch.dtype, bool]] = weakref.WeakKeyDictionary()
         self._trains = False
 
+    @property
+    def has_cast_models(self) -> bool:
+        """Whether a model that still exists was cast."""
+        return bool(self._cast_models)
+
     def note_step(self) -> None:
         """Note that an optimizer has stepped. Where a model was cast before, half models may now be copies of it."""
-        self._trains = self._trains or bool(self._cast_models)
+        self._trains = self._trains or self.has_cast_models
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a region. One with gradients on means that the program casts by itself.

@@ -14,6 +14,7 @@ import types
 import torch
 
 from autoamp.casting import CastState
+from autoamp.errors import line_of_user
 from autoamp.program import Subscriber
 from autoamp.torch_private import traced_frame
 
@@ -46,6 +47,7 @@ class AutocastRegions(Subscriber):
             casts.note_autocast(region.device, enabled=region._enabled)
             if is_off:
                 local.regions = (*local.regions, (region, local.set(False, forced_off=True)))
+                casts.disabled_at = casts.disabled_at or line_of_user()
 
     def autocast_left(self, region: torch.autocast, error: BaseException | None) -> None:
         """Turn casts on again."""
