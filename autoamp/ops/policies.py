@@ -32,7 +32,19 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
 _TAKE_DTYPE = ops_named(
-    "cumprod", "log_softmax", "matrix_norm", "nanmean", "nansum", "norm", "prod", "softmax", "sum", "vector_norm"
+    "cumprod",
+    "log_softmax",
+    "matrix_norm",
+    "nanmean",
+    "nansum",
+    "norm",
+    "prod",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "softmax",
+    "sum",
+    "vector_norm",
 )
 # The orders of a norm whose gradient has no power in it, which in half would overflow; those of a matrix that go by
 # singular values refuse halves.
