@@ -340,6 +340,13 @@ number_of_nodes: Callable[[], int] = _find("torch._C._autograd._get_sequence_nr"
 number_of_node: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """Returns the number of a node. Numbers count up in each thread."""
 
+
+def dtype_of_node(node: Any) -> torch.dtype | None:
+    """Return the dtype of what an operator gave whose node of the graph this is; None where torch does not tell."""
+    found = getattr(node, "_input_metadata", None)
+    return found[0].dtype if found else None
+
+
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""
 
