@@ -227,6 +227,21 @@ class OperatorMode(DispatchMode):  # type: ignore[misc]
         return False
 
 
+@contextlib.contextmanager
+def without_operator_modes() -> Iterator[None]:
+    """Take the modes of `OperatorMode` off this thread for a ``with`` statement: they spoil a `torch.jit.trace`."""
+    before = [] if None in _dispatch_modes else _dispatch_modes[0]()
+    others = [mode for mode in before if not isinstance(mode, OperatorMode)]
+    if len(others) == len(before):
+        yield
+        return
+    _replace_modes(_dispatch_modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(_dispatch_modes, before)
+
+
 tracing_context: Callable[[], Any] = _find("torch._guards.TracingContext.try_get", lambda: None)
 """The object that stands for one try of Dynamo to trace a function; None where it traces none.
 

@@ -8,6 +8,7 @@ it would without autoamp.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +23,10 @@ from autoamp.modules.tags import TAGS, ModuleTags
 from autoamp.program import Subscriber
 from autoamp.rules import ModulePrecision
 from autoamp.stepping import refresh_params
-from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, map_tensors
+from autoamp.torch_private import tracing_state
+
+log = logging.getLogger(__name__)
 
 
 class CallRecorder(Protocol):
@@ -56,6 +60,7 @@ class ModuleCalls(Subscriber):
     precisions: ModulePrecisions
     forward_dtypes: ModuleTags[ForwardDtypes]
     recorder: CallRecorder
+    _has_told_of_export: bool = False
 
     def around_module_call(self, original: Any) -> Any:
         """Return the replacement of ``torch.nn.Module.__call__``."""
@@ -110,11 +115,12 @@ class ModuleCalls(Subscriber):
                         cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
                         args, kwargs = _cast_nested((args, kwargs), cast)
                     widens, is_bare = switch(self, precision, tokens)
-                    # Compiled code keeps no casts from call to call: a compiler shares them itself.
+                    # Compiled code keeps no casts from call to call: a compiler shares them itself. Nor does
+                    # `torch.jit.trace`, whose check traces again and finds another graph.
                     if not compiling():
                         if is_bare:
                             local.bare_calls += 1
-                        elif local.param_casts is None and cache.enabled:
+                        elif local.param_casts is None and cache.enabled and tracing_state() is None:
                             local.param_casts, keeps_casts = {}, True
                     outputs = original(self, *args, **kwargs)
                 except Exception as error:
@@ -139,6 +145,22 @@ class ModuleCalls(Subscriber):
                     recorder.end(record, result)
 
         return call
+
+    def around_export(self, original: Any) -> Any:
+        """Return a function that makes a graph of a model, and logs once that this graph has half nodes."""
+
+        def export(model: Any, *args: Any, **kwargs: Any) -> Any:
+            casts, is_told = self.casts, self._has_told_of_export
+            if casts.in_modules and casts.local.mode.on is None and not is_told and isinstance(model, Module):
+                self._has_told_of_export = True
+                log.warning(
+                    "the graph of %s has %s nodes, as its calls are cast; for one in fp32 export it within "
+                    "`with autoamp.current_handle().disable_casts():`",
+                    type(model).__name__, dtype_name(casts.dtype),
+                )  # fmt: skip
+            return original(model, *args, **kwargs)
+
+        return export
 
     def step_ended(self, step: Any) -> None:
         """Note that an optimizer has stepped."""
