@@ -55,7 +55,9 @@ def _dtype_of_sigmoid(value: Any) -> torch.dtype | None:
     """Return the half dtype of the sigmoid that made a tensor; None if none did, or none in half precision."""
     node = getattr(value, "grad_fn", None)
     for _ in range(_MAX_NODES):
-        kind = "" if node is None else node.name()
+        if node is None:
+            return None
+        kind = node.name()
         if kind == "SigmoidBackward0":
             dtype = dtype_of_node(node)
             return dtype if dtype in HALF_DTYPES else None
