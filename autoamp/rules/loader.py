@@ -219,9 +219,7 @@ class _Layers:
             cycle = " -> ".join((*chain[chain.index(name) :], name))
             fail(asked_by, f"`extends` is circular: {cycle}; remove one of these entries")
         if len(chain) >= _MAX_EXTENDS:
-            fail(
-                asked_by, f"{ref!r} is the end of {len(chain)} lists that extend each other; name some in one `extends`"
-            )
+            fail(asked_by, f"{ref!r} ends a chain of {len(chain)} lists by `extends`; name some in one `extends`")
         if name not in self.bases:
             self._extend(found, (*chain, name))
             for item, other in enumerate(found.lists):
