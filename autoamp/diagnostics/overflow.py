@@ -37,7 +37,7 @@ from autoamp.program import Subscriber, listen
 from autoamp.scaling import LossScaler, scaled_loss
 from autoamp.stepping import Skips, Step, several_processes
 from autoamp.tape import CannotRerun, Tape
-from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed
+from autoamp.torch_private import compiler_callback, current_graph_task, undisturbed, without_operator_modes
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,25 @@ class OverflowTrace(Subscriber):
     def close(self) -> None:
         """Drop what was recorded: the handle is no longer active."""
         self.recorder.drop()
+
+    def around_export(self, original: Any) -> Any:
+        """Return a function that makes a graph of a model without the modes that see operators: they spoil traces."""
+        recorder = self.recorder
+
+        def export(*args: Any, **kwargs: Any) -> Any:
+            # `torch.jit.trace` calls itself to check what it made.
+            if recorder.paused:
+                return original(*args, **kwargs)
+            recorder.outside.pause()
+            recorder.stop("the program made a graph of a model in this step")
+            recorder.paused = True
+            try:
+                with without_operator_modes():
+                    return original(*args, **kwargs)
+            finally:
+                recorder.paused = False
+
+        return export
 
     # -- what steps tell --
 

@@ -37,7 +37,6 @@ from autoamp.torch_private import (
     is_transformed,
     tracing_state,
     undisturbed,
-    without_operator_modes,
 )
 
 log = logging.getLogger(__name__)
@@ -292,24 +291,6 @@ class StepRecorder(Subscriber):
             is_watched = self.watched_steps > 0
             self.step = RecordedStep(is_recorded=self._always or is_watched, is_watched=is_watched)
         return self.step
-
-    def around_export(self, original: Any) -> Any:
-        """Return a function that makes a graph of a model without the modes that see operators: they spoil traces."""
-
-        def export(*args: Any, **kwargs: Any) -> Any:
-            # `torch.jit.trace` calls itself to check what it made.
-            if self.paused:
-                return original(*args, **kwargs)
-            self.outside.pause()
-            self.stop("the program made a graph of a model in this step")
-            self.paused = True
-            try:
-                with without_operator_modes():
-                    return original(*args, **kwargs)
-            finally:
-                self.paused = False
-
-        return export
 
     # -- losses and backward passes --
 

@@ -55,7 +55,8 @@ import sys, torch
 from apex import amp
 def main():
     model = torch.nn.Linear(8, 8)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), sys.argv[1], verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=sys.argv[1], verbosity=0)
     for _ in range(3):
         optimizer.zero_grad()
         with amp.scale_loss(model(torch.ones(4, 8)).float().mean() / 64, optimizer) as scaled:
