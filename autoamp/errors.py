@@ -97,6 +97,13 @@ def warn_user(message: str) -> None:
         warnings.warn(message, stacklevel=level)
 
 
+def line_of_user() -> str | None:
+    """Return the user's line as ``"file:line"``, by the same rule as `warn_user`; None without one."""
+    level = _level_of_user()
+    frame = None if level is None else sys._getframe(level - 1)
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _level_of_user() -> int | None:
     """Return the ``stacklevel`` by which a warning of the calling function points at the user's line.
 

@@ -235,6 +235,21 @@ class OperatorMode(DispatchMode):  # type: ignore[misc]
         return False
 
 
+@contextlib.contextmanager
+def without_operator_modes() -> Iterator[None]:
+    """Take the modes of `OperatorMode` off this thread for a ``with`` statement: they spoil a `torch.jit.trace`."""
+    before = [] if None in _dispatch_modes else _dispatch_modes[0]()
+    others = [mode for mode in before if not isinstance(mode, OperatorMode)]
+    if len(others) == len(before):
+        yield
+        return
+    _replace_modes(_dispatch_modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(_dispatch_modes, before)
+
+
 tracing_context: Callable[[], Any] = _find("torch._guards.TracingContext.try_get", lambda: None)
 """The object that stands for one try of Dynamo to trace a function; None where it traces none.
 
@@ -369,6 +384,13 @@ number_of_nodes: Callable[[], int] = _find("torch._C._autograd._get_sequence_nr"
 number_of_node: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """Returns the number of a node. Numbers count up in each thread."""
 
+
+def dtype_of_node(node: Any) -> torch.dtype | None:
+    """Return the dtype of what an operator gave whose node of the graph this is; None where torch does not tell."""
+    found = getattr(node, "_input_metadata", None)
+    return found[0].dtype if found else None
+
+
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", lambda: False)
 """Whether the user lets torch call oneDNN."""
 
@@ -451,6 +473,11 @@ def has_step_pre_hooks(optimizer: Any) -> bool:
 def is_parallelized(module: Any) -> bool:
     """Whether `parallelize_module` has distributed a module; False where the installed torch does not mark it."""
     return bool(getattr(module, "_distribute_module_applied", False))
+
+
+def is_replica(module: Any) -> bool:
+    """Whether a module was made by `torch.nn.parallel.replicate`: its parameters are plain tensors."""
+    return bool(getattr(module, "_is_replica", False))
 
 
 # -- what is patched beside the functions of the lists. Where it is None there is no patch --

@@ -12,6 +12,7 @@ from autoamp.casting.casts import dtype_with_sparse as dtype_with_sparse
 from autoamp.casting.flat_weights import RECURRENT_LAYERS as RECURRENT_LAYERS
 from autoamp.casting.flat_weights import flat_layout as flat_layout
 from autoamp.casting.flat_weights import flatten_weights as flatten_weights
+from autoamp.casting.threads import ThreadMode as ThreadMode
 from autoamp.casting.threads import ThreadState as ThreadState
 from autoamp.casting.threads import Token as Token
 from autoamp.casting.threads import TracedMode as TracedMode

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp.casting.cache import CastCache
-from autoamp.casting.threads import ThreadState, TracedMode
+from autoamp.casting.threads import ThreadMode, ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled, is_autocast_enabled, trace_as
 
@@ -162,6 +162,7 @@ class CastState:
         yielded_to: What the program casts with itself, such as ``"torch.autocast"``, so that these casts ended.
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
+        disabled_at: The line of the program that first entered a disabled autocast region in which casts are off.
         explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
@@ -182,6 +183,7 @@ class CastState:
         self.yielded_to: str | None = None
         self.own_dtypes: Counter[torch.dtype] = Counter()
         narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
+        self.disabled_at: str | None = None
         self.explain: Callable[[Exception], None] = lambda error: None
         self.args_to_half = build_caster(dtype, narrow, device_type, self.cache)
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)
@@ -213,8 +215,19 @@ class CastState:
         """Return what a replacement calls where ``local.mode.on`` is false: here the original."""
         return original
 
-    def begin_call(self, module: Module) -> bool:
-        """Whether casts are to be turned on for the call of a module; asked where `in_modules` is true."""
+    def obeys_disabled(self, mode: ThreadMode | TracedMode) -> bool:
+        """Whether a disabled torch.autocast region that begins now turns these casts off.
+
+        Args:
+            mode: The switches where it begins.
+        """
+        return True
+
+    def begin_call(self, module: Module) -> bool | None:
+        """Whether casts are to be turned on for the call of a module; asked where `in_modules` is true.
+
+        None: the modules that are called within it are asked in their turn.
+        """
         return False
 
     @contextlib.contextmanager

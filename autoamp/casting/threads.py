@@ -109,6 +109,7 @@ class ThreadState(threading.local):
         param_casts: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was
             used once, whose cast is kept from the second use on. The whole is None outside of module calls.
         last_activation: The last activation that was cast, with its cast.
+        bare_calls: How many calls of modules without parameters this thread is in, in which casts are not decided yet.
         regions: The disabled torch.autocast regions that this thread is in, outermost first, each with the token of
             the switches that it set.
     """
@@ -117,6 +118,7 @@ class ThreadState(threading.local):
     traced: TracedMode
     param_casts: dict[int, KeptCast | None] | None = None
     last_activation: KeptCast | None = None
+    bare_calls = 0
     regions: tuple[tuple[Any, Token | None], ...] = ()
 
     def __new__(cls) -> ThreadState:

@@ -74,7 +74,8 @@ class Report(SimpleNamespace):
         needless = has_halves or self.dtype == "float32" or self.casts_left_to is not None
         for name, counts, before in (("ops", self.ops, ""), ("casts", self.casts, "to ")):
             if self.casts_left_to != AUTOCAST and (counts or not needless):
-                yield f"{name} {_listed(counts, before)}"
+                why = self.no_ops if name == "ops" and self.steps and not counts else None
+                yield f"{name} {_listed(counts, before)}" + (f" ({why.replace(f'{self.folder}/', '')})" if why else "")
         if has_halves:
             yield f"parameters {_listed(parameters)}, {'with fp32' if self.masters else 'without'} masters"
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autoamp import diagnostics, runtime
+from autoamp.cli.first_step import FirstStep
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
@@ -171,12 +172,17 @@ class Run:
         # Steps, skips and steps with inf or nan that are not this process's: those of the parent before it forked.
         self._inherited = (0, 0, 0)
         self._parameters: dict[str, int] | None = None
+        # Whether those models are trained by fp32 masters. At the end of the program they may be gone.
+        self._masters = False
+        self._first_step: FirstStep | None = None
         self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
         if record or not options.quiet:
             # Not the handle's own: half models are also trained where there is none.
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
+            self._first_step = FirstStep()
+            self._listening.callback(self._first_step.stop)
             self.follow(self._count)
         if options.capsule is not None or options.dtype is not None:
             self.follow(self._check_options)
@@ -216,6 +222,7 @@ class Run:
             for param in {param for model in models for param in model.parameters()}:
                 found[dtype_name(param.dtype)] += param.numel()
             self._parameters = dict(sorted(found.items()))
+            self._masters = any(one.level.master_weights for one in runtime_of(handle).setups.values())
 
     def _check_options(self, handle: BaseHandle) -> None:
         """Warn of options that have no effect on a handle that the program made itself."""
@@ -296,6 +303,8 @@ class Run:
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
+            # Why none was counted of a program that steps; None where some were, or it is not known.
+            no_ops=None if counts.ops or self._first_step is None else self._first_step.why_no_op(now.casts),
             # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
             # The entries of the user's lists that had no effect, by name, each with a message.
@@ -306,7 +315,7 @@ class Run:
             own_dtypes=own,
             # How many elements the parameters have that `initialize` was given, by their dtype; else None.
             parameters=self._parameters,
-            masters=now.optimizers.has_masters,
+            masters=self._masters or now.optimizers.has_masters,
             # The files of the lists in force, later ones over earlier ones.
             lists=[file for file in now.settings.table.sources if file not in absent] if casts_some else [],
             folder=self._folder,

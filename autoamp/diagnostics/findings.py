@@ -121,7 +121,7 @@ def _cause(half: Followed, origin: NonFiniteOrigin) -> Overflow:
         return _given_finding(wide, first)
     if any(first.op is op for op in wide.left_half):
         return _in_unknown_precision(origin, "torch has no fp32 kernel for it")
-    advice = "compute it in a form that stays finite, or look at the data and the learning rate"
+    advice = "compute it in a form that stays finite, or check its inputs and the learning rate"
     return replace(_finding(first, NotFiniteInFp32(magnitudes=first.magnitudes)), suggestion=advice)
 
 
@@ -218,7 +218,12 @@ def _given_finding(run: Followed, origin: NonFiniteOrigin) -> Overflow:
                 "recorded"
             )
         data = NotFiniteInFp32(cause="data", tensor=one.name, batch_index=_batch_index(run.value(one.ref)))
-        return replace(held, verdict=data, suggestion="look at the data of this batch")
+        # A module of the program may have computed it, in this process or in a worker of its data loader.
+        advice = (
+            "look at what makes this batch before the call: its source, or code that computes it; a front end that is "
+            "a module can be kept in fp32 under [modules] in the list file"
+        )
+        return replace(held, verdict=data, suggestion=advice)
     why = "code that is not recorded, such as TorchScript, torch.func, numpy or another library"
     if not any(one.kind == "loss" and run.origin_of(one.ref) is origin for one in run.tape.named):
         return unlocated(f"it comes from {why}")

@@ -23,7 +23,7 @@ from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError, kind_of
 from autoamp.ops import Target
 from autoamp.program import Listener, Listeners
-from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of
+from autoamp.torch_private import OperatorMode, trace_as, traced_in_place_of, without_operator_modes
 
 
 @dataclass(eq=False)
@@ -245,6 +245,12 @@ class Observation(Listener):
         watching: Any = functools.update_wrapper(run, replacement, updated=())
         watching.__wrapped__ = getattr(replacement, "__wrapped__", replacement)
         return trace_as(traced_in_place_of(replacement))(watching)
+
+    @contextlib.contextmanager
+    def export_begun(self) -> Iterator[None]:
+        """See no operators while a graph of a model is made: the modes that do spoil it."""
+        with without_operator_modes():
+            yield
 
     def module_layer(self, replacement: Any) -> Any:
         """Return a replacement of ``torch.nn.Module.__call__`` that keeps the running module calls of each thread."""

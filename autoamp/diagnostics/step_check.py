@@ -46,6 +46,8 @@ _FAR_UNITS, _FAR = 16, 0.02
 _LARGE_UNITS, _TIMES = 8, 4.0
 # Ops and entries are told if at most so much of the error is left with them in fp32.
 _LEFT = 1 / 3
+# From this error of the gradients on the lines that make it are looked for, also if they are all of the products.
+_MUCH, _MAX_TRIED = 0.1, 24
 # So many ops that enlarge errors are looked at, and so many lines before each.
 _MAX_OPS, _MAX_LINES = 3, 4
 
@@ -77,14 +79,18 @@ class Rounding:
             return "compute these lines in fp32; no entry of a list was found that does"
         return self.entry.advice()
 
-    def __str__(self) -> str:
-        named = [
+    @property
+    def place(self) -> str:
+        """The ops in words."""
+        return " and ".join(
             f"{op}{f' in module {module}' if module else ''}{f' at {line}' if line else ''}"
             for op, module, line in self.ops
-        ]
-        rounds = "round" if len(named) > 1 else "rounds"
+        )
+
+    def __str__(self) -> str:
+        rounds = "round" if len(self.ops) > 1 else "rounds"
         return (
-            f"{' and '.join(named)} {rounds} to {self.dtype}, by {self.own_error:.2%}, and later ops enlarge that: "
+            f"{self.place} {rounds} to {self.dtype}, by {self.own_error:.2%}, and later ops enlarge that: "
             f"{self.errors}, and {self.share:.0%} of that comes from here"
         )
 
@@ -109,6 +115,8 @@ class StepCheck:
         faults: The ops that overflowed in steps that were not skipped, each with what was found in words.
         roundings: The ops that made steps wrong without an overflow, each with the number of the step.
         farthest: The errors of the step whose gradients were farthest from fp32; None if none were compared.
+        source: What makes most of those errors, if they are large and no rounding explains them: no fault by itself, as
+            close to a minimum all gradients are of rounding. None otherwise.
         compared: The number of steps that were compared.
         unchecked: Why the last step that could not be compared was not; None if all were.
     """
@@ -117,6 +125,7 @@ class StepCheck:
         self.faults: list[tuple[str, Overflow]] = []
         self.roundings: list[tuple[int, Rounding]] = []
         self.farthest: Errors | None = None
+        self.source: Rounding | None = None
         self.compared = 0
         self.unchecked: str | None = None
         self._overflows = overflows
@@ -144,8 +153,9 @@ class StepCheck:
                 return
             wide = Rerun(tape, everything).finish()
             errors = errors_of(half, wide)
-            if self.farthest is None or errors.gradients > self.farthest.gradients:
-                self.farthest = errors
+            is_farthest = self.farthest is None or errors.gradients > self.farthest.gradients
+            if is_farthest:
+                self.farthest, self.source = errors, None
             origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
             origin = next((one for one in origins if not one.intended), None)
             wrong = [name for name, error in errors.parameters.items() if error > _WRONG]
@@ -156,6 +166,8 @@ class StepCheck:
                     overflow_there = replace(overflow, iteration=step, parameter=wrong[0])
                     self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
             rounding = _find_rounding(tape, errors, wide) if origin is None else None
+            if rounding is None and origin is None and is_farthest and errors.gradients >= _MUCH:
+                self.source = _find_source(tape, errors, wide)
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
                 self.roundings.append((step, rounding))
 
@@ -219,6 +231,44 @@ def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
         entry = next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
         return Rounding(tuple(named), dtype_name(tape.half_dtype), own_error, errors, share, entry)
     return None
+
+
+def _find_source(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
+    """Return the lines, or else the module of the program, that make most of the error of the gradients; None for none.
+
+    Args:
+        tape: The step, whose gradients are finite.
+        errors: Its errors.
+        wide: Its run in fp32, which has ended.
+    """
+
+    def left(has: Choice, within: bool = False) -> float:
+        run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
+        return errors_of(run, wide).gradients / errors.gradients
+
+    halves = [op for op in tape.ops if op.phase == "forward" and not op.place.is_cast and is_half(op)]
+    lines = list(dict.fromkeys(_line_of(tape, op) for op in halves))[:_MAX_TRIED]
+    rest = {line: left(_any_of([line])) for line in lines}
+    found = _fewest(sorted(lines, key=rest.__getitem__)[:_MAX_LINES], left)
+    if found is not None:
+        ops = [op for op in halves if _any_of(found)(op)]
+        named = tuple((line.function, line.module, line.location) for line in found)
+        entries = [Entry(tuple(dict.fromkeys(name for op in ops for name in op.place.names))), *module_entries(ops[-1])]
+    else:
+        # The whole of a module, whose class is named in place of a line.
+        named, ops = (), halves
+        entries = list(dict.fromkeys(entry for op in halves for entry in reversed(module_entries(op))))[:_MAX_TRIED]
+    healing = ((one, left(one.acts_on, one.module is not None)) for one in entries if one.names or one.module)
+    entry, share = next(((one, rest) for one, rest in healing if rest <= _LEFT), (None, 1.0))
+    if found is not None:
+        share = left(_any_of(found))
+    elif entry is not None:
+        ops = [op for op in halves if entry.acts_on(op)]
+        named = ((f"module {entry.module}", None, None),)
+    if not named:
+        return None
+    first = next(filter(is_product, ops), ops[0])
+    return Rounding(named, dtype_name(tape.half_dtype), _own_error(tape, first), errors, 1.0 - share, entry)
 
 
 def _any_of(lines: list[Place]) -> Choice:

@@ -32,6 +32,7 @@ from autoamp.torch_private import (
     current_graph_task,
     tracing_state,
     undisturbed,
+    without_operator_modes,
 )
 
 log = logging.getLogger(__name__)
@@ -292,6 +293,21 @@ class StepRecorder(Listener):
         return recording.begin_backward(given)
 
     # -- calls --
+
+    @contextlib.contextmanager
+    def export_begun(self) -> Iterator[None]:
+        """Record nothing while a graph of a model is made: modes that see operators spoil it."""
+        # `torch.jit.trace` calls itself to check what it made.
+        if self.paused:
+            yield
+            return
+        self.stop("the program made a graph of a model in this step")
+        self.paused = True
+        try:
+            with without_operator_modes():
+                yield
+        finally:
+            self.paused = False
 
     def call_begun(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """Begin the record of a step with its first module call. It raises nothing."""

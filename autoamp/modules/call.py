@@ -8,6 +8,8 @@ it would without autoamp.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,10 @@ from autoamp.modules.tags import TAGS, ModuleTags
 from autoamp.program import Listeners, Subscriber
 from autoamp.rules import ModulePrecision
 from autoamp.stepping import refresh_params
-from autoamp.tensors import CASTABLE_LAYOUTS, map_tensors
+from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, map_tensors
+from autoamp.torch_private import tracing_state
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -43,6 +48,7 @@ class ModuleCalls(Subscriber):
     precisions: ModulePrecisions
     forward_dtypes: ModuleTags[ForwardDtypes]
     listeners: Listeners
+    _has_told_of_export: bool = False
 
     def around_module_call(self, original: Any) -> Any:
         """Return the replacement of ``torch.nn.Module.__call__``."""
@@ -50,6 +56,19 @@ class ModuleCalls(Subscriber):
         local, cache, in_modules = casts.local, casts.cache, casts.in_modules
         compiling = torch.compiler.is_dynamo_compiling
         has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
+
+        def switch(module: Module, precision: ModulePrecision | None, tokens: list[Token]) -> tuple[bool, bool]:
+            """Set the switches of a call. Returns whether outputs become fp32, and whether there are no parameters."""
+            widens = False
+            begun: bool | None = False
+            if precision is not None:
+                # Code around that casts nothing, such as an fp32 module's, could not use a half result.
+                widens = precision is ModulePrecision.FP16 and local.now().on is not True
+                tokens.append(local.set(precision is ModulePrecision.FP16))
+            elif in_modules and (begun := casts.begin_call(module)):
+                tokens.append(local.set(True))
+                widens = not casts.autocast_rules()
+            return widens, begun is None
 
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
             result, told = None, []
@@ -66,7 +85,7 @@ class ModuleCalls(Subscriber):
                 if listeners.call_begun:
                     told = [begun(self, args, kwargs) for begun in listeners.call_begun]
             tokens: list[Token] = []
-            dtypes, look, keeps_casts, widens = forward_dtypes.get(self), None, False, False
+            dtypes, look, keeps_casts, widens, is_bare = forward_dtypes.get(self), None, False, False, False
             try:
                 try:
                     if dtypes is not None:
@@ -80,19 +99,17 @@ class ModuleCalls(Subscriber):
                         precisions.begin_model(self)
                     # After `switch`, which lifts a default that forces casts off outside of models.
                     precision = None if local.now().forced_off else precisions.get(self)
-                    if precision is not None:
-                        # Code around that casts nothing, such as an fp32 module's, could not use a half result.
-                        widens = precision is ModulePrecision.FP16 and local.now().on is not True
-                        if precision is not ModulePrecision.NONE:
-                            cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
-                            args, kwargs = _cast_nested((args, kwargs), cast)
-                        tokens.append(local.set(precision is ModulePrecision.FP16))
-                    elif in_modules and casts.begin_call(self):
-                        tokens.append(local.set(True))
-                        widens = not casts.autocast_rules()
-                    # Compiled code keeps no casts from call to call: a compiler shares them itself.
-                    if local.param_casts is None and cache.enabled and not compiling():
-                        local.param_casts, keeps_casts = {}, True
+                    if precision is not None and precision is not ModulePrecision.NONE:
+                        cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
+                        args, kwargs = _cast_nested((args, kwargs), cast)
+                    widens, is_bare = switch(self, precision, tokens)
+                    # Compiled code keeps no casts from call to call: a compiler shares them itself. Nor does
+                    # `torch.jit.trace`, whose check traces again and finds another graph.
+                    if not compiling():
+                        if is_bare:
+                            local.bare_calls += 1
+                        elif local.param_casts is None and cache.enabled and tracing_state() is None:
+                            local.param_casts, keeps_casts = {}, True
                     outputs = original(self, *args, **kwargs)
                 except Exception as error:
                     if not compiling():
@@ -101,6 +118,8 @@ class ModuleCalls(Subscriber):
                 finally:
                     if keeps_casts:
                         local.param_casts = local.last_activation = None
+                    if is_bare and not compiling():
+                        local.bare_calls -= 1
                     while tokens:
                         local.reset(tokens.pop())
                 if widens:
@@ -116,6 +135,25 @@ class ModuleCalls(Subscriber):
         for layer in listeners.module_layer:
             call = layer(call)
         return call
+
+    def around_export(self, original: Any) -> Any:
+        """Return a function that makes a graph of a model, and logs once that this graph has half nodes."""
+
+        def export(model: Any, *args: Any, **kwargs: Any) -> Any:
+            casts, is_told = self.casts, self._has_told_of_export
+            if casts.in_modules and casts.local.mode.on is None and not is_told and isinstance(model, Module):
+                self._has_told_of_export = True
+                log.warning(
+                    "the graph of %s has %s nodes, as its calls are cast; for one in fp32 export it within "
+                    "`with autoamp.current_handle().disable_casts():`",
+                    type(model).__name__, dtype_name(casts.dtype),
+                )  # fmt: skip
+            with contextlib.ExitStack() as stack:
+                for begun in self.listeners.export_begun:
+                    stack.enter_context(begun())
+                return original(model, *args, **kwargs)
+
+        return export
 
     def step_ended(self, step: Any) -> None:
         """Note that an optimizer has stepped."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoamp.casting import CastState, ThreadState
+from autoamp.errors import line_of_user
 from autoamp.ops.autocast_state import PROTECTED, caller_of, is_torchs
 from autoamp.program import Subscriber
 from autoamp.torch_private import traced_frames
@@ -57,6 +58,8 @@ class AutocastRegions(Subscriber):
             casts.note_autocast(region.device, enabled=region._enabled)
         if region._enabled or not (is_ours or self._in_cast_call(on, traced)):
             return
+        if not casts.obeys_disabled(local.traced if traced else local.mode):
+            return
         if traced:
             local.regions = (*local.regions, (region, None))
             local.traced.autoamp_set(False, True)
@@ -65,6 +68,7 @@ class AutocastRegions(Subscriber):
                 # Regions within take the dtype from torch, which knows none that is fp32.
                 torch.set_autocast_dtype(region.device, region.prev_fastdtype)
             local.regions = (*local.regions, (region, local.set(False, forced_off=True)))
+            casts.disabled_at = casts.disabled_at or line_of_user()
 
     def _in_cast_call(self, on: Any, traced: list[Any]) -> bool:
         """Whether a region is entered within a module's call that is cast, or in the backward of a custom function."""

@@ -22,6 +22,7 @@ from autoamp.inference import PACKED, build_packed
 from autoamp.ops.attention import build_attention
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
 from autoamp.ops.recurrent import build_recurrent
+from autoamp.ops.sigmoids import TAKE_PROBABILITIES, watch_sigmoids
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
 from autoamp.patching import imitate, mark, traceable_method
 from autoamp.rules import CastPolicy
@@ -32,7 +33,19 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
 _TAKE_DTYPE = ops_named(
-    "cumprod", "log_softmax", "matrix_norm", "nanmean", "nansum", "norm", "prod", "softmax", "sum", "vector_norm"
+    "cumprod",
+    "log_softmax",
+    "matrix_norm",
+    "nanmean",
+    "nansum",
+    "norm",
+    "prod",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "softmax",
+    "sum",
+    "vector_norm",
 )
 # The orders of a norm whose gradient has no power in it, which in half would overflow; those of a matrix that go by
 # singular values refuse halves.
@@ -93,8 +106,11 @@ def build_replacement(
     # Dynamo traces another one, which sets nothing when it runs.
     call = traceable_method(original)
     call = casts.local.with_mode(call, False) if off_within else call
+    watched = original
+    if policy is CastPolicy.BANNED and isinstance(original, types.FunctionType) and original in TAKE_PROBABILITIES:
+        watched = watch_sigmoids(original, casts, f"{module}.{qualname}", remedy)
     traced = mark(build(call, traceable_method(functional), casts.local.traced, False), original)
-    replacement = trace_as(traced)(build(original, functional, casts.local, off_within))
+    replacement = trace_as(traced)(build(watched, functional, casts.local, off_within))
     replacement = imitate(replacement, original, module, qualname)
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it

@@ -25,6 +25,8 @@ _IN_PYTHON = {
     "embedding_bag": ("weight",),
     "instance_norm": _STATISTICS,
 }
+# Builtins whose schema tells what they write to: that of norms is silent.
+_BY_SCHEMA = frozenset({"fused_moving_avg_obs_fake_quant"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ def mutation_of(original: Any) -> Mutation | None:
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
         return Mutation(("self",), uncast=frozenset({"self"}))
     if not in_python:
-        op: Any = getattr(torch.ops.aten, name, None) if name.endswith(("_norm", "_counts", "_stats")) else None
-        arguments = tuple(one.name for one in schema_of(op.default).arguments) if hasattr(op, "default") else ()
-        return Mutation(arguments, frozenset(_STATISTICS)) if "running_mean" in arguments else None
+        may_write = name.endswith(("_norm", "_counts", "_stats")) or name in _BY_SCHEMA
+        op: Any = getattr(torch.ops.aten, name, None) if may_write else None
+        arguments = schema_of(op.default).arguments if hasattr(op, "default") else ()
+        mutated = {one.name for one in arguments if one.is_write or one.name in _STATISTICS}
+        return Mutation(tuple(one.name for one in arguments), frozenset(mutated)) if mutated else None
     parameters = original.__code__.co_varnames[: original.__code__.co_argcount]
     if "inplace" in parameters:
         return Mutation(parameters, inplace=True)

@@ -62,6 +62,10 @@ class Listener:
         """A backward pass begins, by these gradients or by 1. Returns the context in which it runs."""
         raise NotImplementedError
 
+    def export_begun(self) -> AbstractContextManager[Any]:
+        """`torch.jit.trace` or `torch.export` is about to make a graph. Returns the context in which it does."""
+        raise NotImplementedError
+
     def step_begun(self) -> bool:
         """An optimizer was called. Returns whether the host is to learn at once what becomes of the step."""
         raise NotImplementedError
@@ -100,6 +104,7 @@ class Listeners:
     op_layer: Sequence[Callable[..., Any]]
     loss_scaled: Sequence[Callable[..., Any]]
     backward_begun: Sequence[Callable[..., Any]]
+    export_begun: Sequence[Callable[..., Any]]
     step_begun: Sequence[Callable[..., Any]]
     step_taken: Sequence[Callable[..., Any]]
     step_skipped: Sequence[Callable[..., Any]]

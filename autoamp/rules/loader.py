@@ -23,6 +23,8 @@ from autoamp.rules.table import CastTable, RuleSource
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 _PYPROJECT = "pyproject.toml"
+# So many lists may extend each other in a chain: each takes some frames of Python.
+_MAX_EXTENDS = 50
 _GROUP = "autoamp.lists"
 
 
@@ -79,6 +81,9 @@ def _read(path: Path | Traversable, name: str, asked_by: RuleSource) -> ListSet:
 
 
 def _read_bytes(path: Path | Traversable, asked_by: RuleSource, name: str, remedy: str) -> bytes:
+    # A pipe without a writer is waited for, and a device has no end.
+    if isinstance(path, Path) and path.exists() and not (path.is_file() or path.is_dir()):
+        raise ListFileError(f"{name} is no regular file; {remedy}", asked_by.path, asked_by.line)
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:
@@ -213,6 +218,8 @@ class _Layers:
         if name in chain:
             cycle = " -> ".join((*chain[chain.index(name) :], name))
             fail(asked_by, f"`extends` is circular: {cycle}; remove one of these entries")
+        if len(chain) >= _MAX_EXTENDS:
+            fail(asked_by, f"{ref!r} ends a chain of {len(chain)} lists by `extends`; name some in one `extends`")
         if name not in self.bases:
             self._extend(found, (*chain, name))
             for item, other in enumerate(found.lists):

@@ -291,7 +291,7 @@ class NonFiniteSteps(Subscriber):
         self._total += 1
         if len(self._sentences) < self.keeps:
             self._sentences.append(sentence)
-        advice = "look at the data, the loss and the learning rate"
+        advice = "check the batch and what computes it, the loss and the learning rate"
         if overflow is None:
             advice += (
                 ". The op that made it is not known, because this step was not recorded: init(trace_overflow=True), or "

@@ -16,7 +16,7 @@ REPORT: dict[str, Any] = {
     "skipped": 2, "seconds": 12.34, "exit_code": 0, "by_program": False, "nonfinite": 0, "scaling_left_to": None,
     "unused_scaler": False, "casts_left_to": None, "unmatched": {}, "own_dtypes": {}, "parameters": None,
     "masters": False, "lists": [], "folder": "/here", "half_losses": [], "repeated": [], "memory": None,
-    "lost_params": 0, "half_params": 0, "peak_rss": None, "rank": None, "ranks": None,
+    "lost_params": 0, "half_params": 0, "peak_rss": None, "rank": None, "ranks": None, "no_ops": None,
 }  # fmt: skip
 HALVES = {"by_program": True, "ops": {}, "casts": {}, "parameters": {"float16": 1072, "float32": 16}}
 OURS = "ops 12,345 float16, 6 float32; casts 78 to float16; "
@@ -32,6 +32,10 @@ BY_PROGRAM = {
     [
         ({}, f"float16 on cuda (O1); {OURS}{STEPS}"),
         ({"ops": {}, "casts": {}}, f"float16 on cuda (O1); ops 0; casts 0; {STEPS}"),
+        (
+            {"ops": {}, "casts": {}, "no_ops": "no module was called before the step at /here/train.py:3"},
+            f"float16 on cuda (O1); ops 0 (no module was called before the step at train.py:3); casts 0; {STEPS}",
+        ),
         (
             {"loss_scale": None, "scaling_left_to": "torch.autocast"},
             f"float16 on cuda (O1); {OURS}loss scaling left to the program's torch.autocast; 400 steps; ",

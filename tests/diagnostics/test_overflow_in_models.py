@@ -286,6 +286,9 @@ def test_inf_and_nan_in_the_data_are_told_with_tensor_and_row(
     assert isinstance(found.verdict, NotFiniteInFp32)
     assert (found.verdict.cause, found.verdict.tensor, found.verdict.batch_index) == ("data", name, row)
     assert (found.value, found.op) == (value.removeprefix("-"), None)
+    # A module may have made it, such as a front end that a Dataset calls, also in another process.
+    assert "look at the data" not in str(found)
+    assert "or code that computes it; a front end that is a module can be kept in fp32" in str(found)
 
 
 @pytest.mark.parametrize("take", [list.pop, lambda batch: batch[0].requires_grad_()], ids=["pop", "requires_grad_"])

@@ -234,6 +234,71 @@ def test_a_model_of_one_layer_close_to_its_minimum_is_silent() -> None:
     assert handle.report()["roundings"] == []
 
 
+class Spline(nn.Module):
+    """A layer of spline bases: its einsum is the one op in half precision."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.linspace(-1, 1, 8))
+        self.coef = nn.Parameter(torch.randn(inputs, outputs, 8) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bases = torch.relu(1 - 3.5 * (x[..., None] - self.centers).abs())
+        return torch.einsum("bij,ioj->bo", bases, self.coef)  # rounds
+
+
+class Tower(nn.Module):
+    """Many lines, of which none makes most of the error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)))
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def near_its_minimum(net: nn.Module, x: Tensor, target: Callable[[Tensor], Tensor], **settings: Any) -> Any:
+    """Train a step of a model that fits its targets closely, and return the report."""
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0, trace_overflow=True, **settings)
+    handle.record(sample=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    with handle.scale_loss(F.mse_loss(net(x).float(), target(x)), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    found = handle.report()
+    handle.deactivate()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "entry"),
+    [
+        (lambda: Spline(4, 4), f"einsum at {line_of(Spline)}", {"fp32": ["einsum"]}),
+        (Tower, f"module {__name__}.Tower", {"modules": {f"{__name__}.Tower": "fp32"}}),
+    ],
+    ids=["the one op", "a module"],
+)
+def test_above_ten_percent_what_makes_it_is_named_although_it_is_all_of_the_products(
+    make: Callable[[], nn.Module], place: str, entry: Any
+) -> None:
+    torch.manual_seed(0)
+    net, x = make(), torch.rand(64, 8 if make is Tower else 4) * 2 - 1
+    with torch.no_grad():
+        exact = net(x) + 1e-3 * torch.randn(64, 8 if make is Tower else 4)
+    found = near_its_minimum(net, x, lambda _: exact)
+    # Close to a minimum all gradients are of rounding, so that it is no fault.
+    assert (found["roundings"], found["verdict"]["level"]) == ([], "unclear")
+    assert f"of that comes from {place}: add " in found["verdict"]["sentence"]
+    assert found["verdict"]["sentence"].endswith("to the list file (tried)")
+    assert [one["op"] for one in found["remedies"]] == list(entry.get("fp32") or entry["modules"])
+    healed = near_its_minimum(net, x, lambda _: exact, lists=entry)
+    assert "of that comes from" not in healed["verdict"]["sentence"]
+
+
 def test_the_page_shows_it() -> None:
     found = report_of(Rotary, clean=False, dtype=torch.bfloat16)
     (rounding,) = found["roundings"]

@@ -280,3 +280,21 @@ def test_a_cycle_of_extends_shows_the_chain(place: Path) -> None:
     check_refused(a, c, 3, ["circular", f"{b} -> {c} -> {b}"])
     write(a, "extends = 'a.toml'")
     check_refused(a, a, 2, [f"{a} -> {a}"])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes with names")
+def test_a_pipe_or_a_device_is_no_list_file(place: Path) -> None:
+    pipe = place / "pipe.toml"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(ListFileError, match=r"is no regular file; give the path of a list file"):
+            load(path)
+
+
+def test_a_long_chain_of_extends_is_refused(place: Path) -> None:
+    for number in range(100):
+        write(place / f"a{number}.toml", f"extends = 'a{number + 1}.toml'")
+    write(place / "a100.toml", "extends = 'default'")
+    with pytest.raises(ListFileError, match=r"'a50.toml' ends a chain of 50 lists by `extends`; name some in"):
+        load(place / "a0.toml")
+    assert load(place / "a60.toml").sources[0] == "lists/default.toml"

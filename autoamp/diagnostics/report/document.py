@@ -53,6 +53,7 @@ def report_of(recording: ReportRecording | None, nonfinite: NonFiniteSteps, tabl
         {"step": one.iteration, "sentence": sentence, "overflow": one.to_dict(), "remedy": one.suggestion}
         for sentence, one in check.faults
     ]
+    sources = [] if check.source is None else [check.source.to_dict()]
     roundings = [{"step": step, **rounding.to_dict()} for step, rounding in check.roundings]
     trace = samples.trace.to_dict()
     document: dict[str, Any] = plain({
@@ -66,7 +67,7 @@ def report_of(recording: ReportRecording | None, nonfinite: NonFiniteSteps, tabl
         "nonfinite_steps": {"total": nonfinite.total, "sentences": nonfinite.sentences},
         "inferences": inferences,
         "half_losses": recording.losses,
-        "remedies": remedies([*faults, *roundings, *skips["groups"], *inferences["causes"]], table),
+        "remedies": remedies([*faults, *roundings, *sources, *skips["groups"], *inferences["causes"]], table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
         "samples": {"steps": samples.steps, "compared": check.compared},
@@ -217,6 +218,8 @@ def _verdict(
     is_bad = is_bad or any(group["fails"] for group in skips["groups"])
     if not is_bad and (farthest := recording.check.farthest) is not None:
         sentence += f"; of {counted(recording.check.compared, 'step')} compared with fp32 {farthest}"
+        if (source := recording.check.source) is not None:
+            sentence += f". {source.share:.0%} of that comes from {source.place}: {source.remedy}"
     unclear = unchecked is not None or counts["not_located"] or counts["unexplained"]
     return {"sentence": sentence, "level": "bad" if is_bad else "unclear" if unclear else "good"}
 

@@ -1,0 +1,55 @@
+"""Why a run casts no op though it trains: what is seen at the first step of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoamp.casting import CastState
+from autoamp.errors import line_of_user
+from autoamp.modules import ModuleCasts
+from autoamp.program import listen
+from autoamp.runtime import current_runtime
+from autoamp.tensors import dtype_name
+from autoamp.torch_private import compiled_graphs
+
+
+class FirstStep:
+    """Looks once at an optimizer that is about to step, and at what was called before."""
+
+    def __init__(self) -> None:
+        self._line: str | None = None
+        # The dtypes and device types of the optimizer's parameters.
+        self._kinds: set[tuple[torch.dtype, str]] = set()
+        self._has_models = False
+        self._listening = listen(optimizer_called=self._look)
+
+    def _look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._line is not None or torch.compiler.is_compiling():
+            return
+        self._line = line_of_user()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._kinds = {(param.dtype, param.device.type) for param in params}
+        now = current_runtime()
+        self._has_models = now is not None and isinstance(now.casts, ModuleCasts) and now.casts.has_cast_models
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._listening.close()
+
+    def why_no_op(self, casts: CastState) -> str | None:
+        """Return why no op of a listed function was counted, as far as it is known, in a program that stepped."""
+        if compiled_graphs():
+            return "compiled code is not counted"
+        if casts.disabled_at is not None:
+            return f"torch.autocast(enabled=False) at {casts.disabled_at} turns casts off"
+        if self._line is None:
+            return None
+        cast = (torch.float32, casts.device_type)
+        if self._kinds and cast not in self._kinds:
+            kinds = " and ".join(sorted(f"{dtype_name(dtype)} on {device}" for dtype, device in self._kinds))
+            return f"the step at {self._line} is of parameters in {kinds}, and float32 on {casts.device_type} is cast"
+        if casts.in_modules and not self._has_models:
+            return f"no module with parameters was called before the step at {self._line}"
+        return f"no listed op was called with casts on before the step at {self._line}"
