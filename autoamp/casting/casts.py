@@ -204,8 +204,8 @@ class CastState:
         self.cache.clear()
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is to be cast, in this thread and now."""
-        return bool(self.local.now().on)
+        """Whether a call with these arguments is to be cast by the handle's own rules, in this thread and now."""
+        return self.local.now().on is True
 
     def when_off(
         self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
@@ -218,7 +218,7 @@ class CastState:
         return False
 
     @contextlib.contextmanager
-    def switched(self, on: bool | None, forced_off: bool | None = None) -> Iterator[None]:
+    def switched(self, on: Any, forced_off: bool | None = None) -> Iterator[None]:
         """Set this thread's switches for a ``with`` statement, as `ThreadState.set` does."""
         token = self.local.set(on, forced_off)
         try:

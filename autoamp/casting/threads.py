@@ -21,6 +21,9 @@ Of a parameter that is its storage, referenced so that its address is not used a
 brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
 """
 
+HALF_MODEL = "half model"
+"""What `ThreadMode.on` is inside half models: there the rules for half models act, and not those of the handle."""
+
 Token = tuple[Any, bool | None]
 """What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
 
@@ -35,7 +38,7 @@ class ThreadMode:
 
     Attributes:
         on: True where the thread casts, False where it does not, None outside of modules' calls where these turn casts
-            on.
+            on, `HALF_MODEL` inside half models.
         forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
     """
 

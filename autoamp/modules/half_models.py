@@ -39,13 +39,14 @@ class ForwardDtypes:
         inputs: The dtype that inputs are cast to; None leaves them.
         outputs: The dtype that outputs are cast to; None leaves them.
         casts: Whether the casts of the lists are on within the call, whatever they are elsewhere; None leaves them.
+            `HALF_MODEL` turns on those of the rules for half models.
         doubles: Whether inputs in fp64 are cast too. False for models with fp64 parameters.
         buffers: Warns of half buffers that the model writes; None for a model that was not cast to half.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    casts: bool | None = None
+    casts: bool | str | None = None
     doubles: bool = False
     buffers: BufferWrites | None = None
 
@@ -58,9 +59,9 @@ class ForwardDtypes:
         local = casts.local
         # A ``disable_casts`` around, in this thread, goes before.
         if self.casts and not local.is_forced_off():
-            return [local.set(True, forced_off=False)]
-        # Where casts are on by default, they are because of other models.
-        return [local.set(False)] if self.casts is False and casts.on_by_default else []
+            return [local.set(self.casts, forced_off=False)]
+        # Where casts are on, they are because of other models, or of the half model around an fp32 part.
+        return [local.set(False)] if self.casts is False else []
 
 
 class CastModels(Subscriber):

@@ -6,7 +6,6 @@ from autoamp.ops.autocast_regions import AutocastRegions as AutocastRegions
 from autoamp.ops.list_checks import AutocastDifference as AutocastDifference
 from autoamp.ops.list_checks import autocast_differences as autocast_differences
 from autoamp.ops.list_checks import check_lists as check_lists
-from autoamp.ops.policies import build_for_half_models as build_for_half_models
 from autoamp.ops.policies import build_replacement as build_replacement
 from autoamp.ops.targets import Target as Target
 from autoamp.ops.targets import expand as expand

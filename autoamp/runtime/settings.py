@@ -23,7 +23,10 @@ Scope = Literal["global", "modules"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle."""
+    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle.
+
+    ``half_table`` has the rules inside the models that `initialize` casts to half; None where it casts none.
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -38,7 +41,7 @@ class Settings:
     capsule: str | Path | None = None
     on_nonfinite: OnNonfinite = "warn"
     opt_level: str | None = None
-    casts_models: bool = False
+    half_table: CastTable | None = None
 
     @classmethod
     def from_arguments(
@@ -81,7 +84,9 @@ class Settings:
     def rules(self) -> dict[str, str]:
         """Return the policy of each listed op and the precision of each listed module."""
         modules = {f"[modules] {rule.pattern}": rule.precision.value for rule in self.table.modules}
-        return {**{rule.target: rule.policy.value for rule in self.table.rules}, **modules}
+        of_half_models = () if self.half_table is None else self.half_table.rules
+        within = {f"inside half models {rule.target}": rule.policy.value for rule in of_half_models}
+        return {**{rule.target: rule.policy.value for rule in self.table.rules}, **within, **modules}
 
 
 def device_type_of(device: Any = None) -> str:
