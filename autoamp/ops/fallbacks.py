@@ -17,6 +17,9 @@ from autoamp.casting import CASTABLE_DTYPES, CastState, ThreadState, TracedMode,
 from autoamp.rules import CastPolicy
 from autoamp.tensors import CASTABLE_LAYOUTS, iter_tensors, map_tensors
 
+# Not every exception: torch ends a checkpoint's recomputation by one of its own.
+_REFUSALS = RuntimeError, TypeError, ValueError
+
 FALLBACKS = frozenset({CastPolicy.HALF_IF_MIXED, CastPolicy.FP32_IF_REFUSED})
 """The policies of these calls."""
 
@@ -86,7 +89,7 @@ def build_fallback(
     def replacement(*args: Any, **kwargs: Any) -> Any:
         try:
             return call(*args, **kwargs)
-        except Exception as refusal:
+        except _REFUSALS as refusal:
             if local.mode.on is not active:
                 raise
             try:

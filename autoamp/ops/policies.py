@@ -30,6 +30,8 @@ from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.torch_private import start_no_graph, trace_as, traced_in_place_of
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Torch's own, whatever stands in its place while replacements are built.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
 _TAKE_DTYPE = ops_named(
@@ -117,7 +119,7 @@ def _build_fallback(
     original: Any, call: Any, policy: CastPolicy, casts: CastState, functional: Any, local: Any, active: Any
 ) -> Callable[..., Any]:
     """Build what stands in for an original under one of `FALLBACKS`; ``call`` is what it calls."""
-    if original is torch.nn.functional.scaled_dot_product_attention and not casts.on_by_default:
+    if original is _ATTENTION and not casts.on_by_default:
         # As where no list has it: `unlisted_functions`.
         call = build_half_attention(call, casts)
     retry = build_retry(policy, original, functional)
@@ -207,7 +209,7 @@ def _special_case(
     if to_half:
         if original in _CELLS:
             return _precache_weights(casts)
-        if original is torch.nn.functional.scaled_dot_product_attention:
+        if original is _ATTENTION:
             return build_attention(original, casts)
         if original in RECURRENT_LAYERS and on_cuda:
             return build_recurrent(original, casts)

@@ -17,7 +17,7 @@ from tests.rules._shared import load, policies, shipped_data, shipped_file
 
 
 def test_the_shipped_sets_are_these() -> None:
-    assert shipped_sets() == ("apex", "bf16", "default")
+    assert shipped_sets() == ("apex", "bf16", "default", "o2")
 
 
 @pytest.mark.parametrize("name", ["apex", "bf16"])
