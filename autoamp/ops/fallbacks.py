@@ -95,8 +95,10 @@ def build_fallback(
             try:
                 result = retry(call, args, kwargs)
             except Exception as error:
+                # What is wrong beside the dtypes, such as a shape.
+                error.__suppress_context__ = True
                 casts.explain(error)
-                raise error from None
+                raise
             if result is NotImplemented:
                 casts.explain(refusal)
                 raise
