@@ -161,14 +161,18 @@ def test_an_fp32_part_of_a_half_model_computes_in_fp32() -> None:
 
 
 @HALVES
-def test_samples_of_half_logits_have_the_frequencies_of_the_probabilities(half: torch.dtype) -> None:
-    torch.manual_seed(0)
-    logits = torch.linspace(-2, 2, 8).repeat(32)
+def test_samples_of_half_logits_come_from_their_probabilities(half: torch.dtype) -> None:
+    logits, found = torch.linspace(-2, 2, 4096).to(half), []
 
     def sample(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return torch.distributions.Categorical(logits=logits.to(x)).sample((200_000,))
+        torch.manual_seed(0)
+        distribution = torch.distributions.Categorical(logits=logits)
+        found.append((distribution.probs, torch.multinomial(logits.softmax(-1), 3), distribution.sample((100_000,))))
+        return x
 
-    counts: list[torch.Tensor] = []
-    seen(lambda layer, x: counts.append(torch.bincount(sample(layer, x) % 8, minlength=8)) or x, dtype=half)
-    frequencies = counts[0] / 200_000
-    torch.testing.assert_close(frequencies, logits[:8].softmax(0), rtol=0.1, atol=0)
+    seen(sample, dtype=half)
+    (probabilities, _, samples), expected = found[0], logits.float().softmax(-1)
+    torch.testing.assert_close(probabilities, expected, rtol=1e-4, atol=0)
+    frequencies = torch.bincount(samples, minlength=4096) / len(samples)
+    parts = frequencies.view(8, -1).sum(1), expected.view(8, -1).sum(1)
+    torch.testing.assert_close(*parts, rtol=0.04, atol=0)
