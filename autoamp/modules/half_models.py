@@ -204,6 +204,22 @@ class CastModels(Subscriber):
 
         return state_dict
 
+    def around_export(self, original: Any) -> Any:
+        """Return what exports a model without the fp32 gradients of half parameters, which fake tensors refuse."""
+
+        def export(mod: Any, *args: Any, **kwargs: Any) -> Any:
+            params = list(mod.parameters()) if isinstance(mod, Module) else []
+            wide = [(one, one.grad) for one in params if one.grad is not None and one.grad.dtype is not one.dtype]
+            try:
+                for parameter, _ in wide:
+                    parameter.grad = None
+                return original(mod, *args, **kwargs)
+            finally:
+                for parameter, grad in wide:
+                    parameter.grad = grad
+
+        return export
+
     def around_load_state_dict(self, original: Any) -> Any:
         """Return what loads fp32 values into half models."""
         models = self

@@ -84,11 +84,13 @@ def build_fallback(
         casts: The casts of the handle.
         active: What `ThreadMode.on` is where the rule acts.
     """
-    local = casts.local
+    local, compiling = casts.local, torch.compiler.is_compiling
+    traced = build_traced_fallback(call, retry, local, active)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*args, **kwargs)
+            # Where torch.export traces, a refused call would stay in the graph.
+            return traced(*args, **kwargs) if compiling() else call(*args, **kwargs)
         except _REFUSALS as refusal:
             if local.mode.on is not active:
                 raise

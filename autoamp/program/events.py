@@ -50,6 +50,9 @@ class Subscriber:
     def around_load_state_dict(self, load_state_dict: Function) -> Function:
         """``torch.nn.Module.load_state_dict``."""
 
+    def around_export(self, export: Function) -> Function:
+        """``torch.export.export``."""
+
     def runs_later(self, function: Function) -> Function:
         """A function is to run in a backward pass, for a checkpoint, or in another thread. Returns the one to run."""
 
