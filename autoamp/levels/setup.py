@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
@@ -225,6 +225,7 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     # its outputs are fp32. False: nothing is cast within it, even if the level of another patches torch.
     level, outputs = setup.level, setup.outputs
     # A half model has rules of its own.
+    kept: Container[Module] = ()
     casts: Any = HALF_MODEL if level.casts_models else None if setup.on else level.patch_torch_functions
     kind: Any = setup.settings.dtype if level.cast_model_type == "half" else level.cast_model_type
     if kind is None:
@@ -240,4 +241,15 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
         buffers = BufferWrites(runtime.models.buffer_losses) if level.casts_models else None
         dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, not has_doubles, buffers)
     if dtypes != ForwardDtypes():
-        runtime.models.forward_dtypes.replace(model, dtypes)
+        for called in _called_parts(model):
+            is_kept = called is not model and called in kept
+            own = replace(dtypes, inputs=torch.float32, casts=False) if is_kept else dtypes
+            runtime.models.forward_dtypes.replace(called, own)
+
+
+def _called_parts(model: Module) -> Iterator[Module]:
+    """Yield the modules that a program calls: a model, or the members of a list or dict of modules."""
+    yield model
+    if isinstance(model, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        for member in model.children():
+            yield from _called_parts(member)

@@ -151,6 +151,30 @@ def test_a_model_of_O1_and_one_of_O2_each_go_by_their_own_rules() -> None:
     assert (wide.seen, half.seen) == ([FP32], [FP16])
 
 
+def test_the_members_of_a_module_list_are_models() -> None:
+    members = nn.ModuleList([nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])])
+    autoamp.initialize(members, opt_level="O2", device_type="cpu", dtype=FP16, lists={"modules": {"0": "fp32"}})
+    for member in (members[0], members[1][0]):
+        assert member(torch.rand(2, 4)).dtype is FP32
+
+
+def test_a_model_is_exported_after_a_step() -> None:
+    model, optimizer = initialized("O2", loss_scale=128.0)
+    step(model, optimizer)
+    before = [param.grad for param in model.parameters()]
+    x = torch.rand(4, 4)
+    exported = torch.export.export(model.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), model(x), atol=2e-3, rtol=2e-3)
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_init_says_that_it_makes_a_half_model_fp32_again() -> None:
+    model, _ = initialized("O2")
+    with pytest.warns(UserWarning, match="Sequential is fp32 again"):
+        autoamp.init(device_type="cpu", dtype=FP16)
+    assert model[0].weight.dtype is FP32
+
+
 def test_an_fp32_part_of_a_half_model_computes_in_fp32() -> None:
     part = Runs(lambda layer, x: layer(x) + torch.linalg.slogdet(layer.weight)[1])
     model = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 4))

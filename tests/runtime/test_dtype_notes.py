@@ -180,6 +180,24 @@ def test_a_half_model_runs_or_is_told_the_entry_that_makes_it_run(name: str, lev
     train(Net(Part(forward, *parts)), level, half, eval(lists[1]))
 
 
+def test_a_class_of_several_modules_is_told_and_not_the_path_of_one(half: torch.dtype) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(*(Part(lambda x: x + same(x, torch.zeros(2)).mean()) for _ in range(3)), nn.Linear(8, 8))
+
+    note = note_on(lambda: train(net(), "O2", half))
+    entry = '{"modules": {"tests.runtime.test_dtype_notes.Part": "fp32"}}'
+    assert note.endswith(f"initialize(..., lists={entry})")
+    train(net(), "O2", half, eval(entry))
+
+
+def test_a_weight_that_initialize_cast_is_never_said_to_be_made_half_by_the_program(half: torch.dtype) -> None:
+    layer = nn.Linear(8, 8)
+    initialize(layer, opt_level="O2", dtype=half)
+    outer = Part(lambda x: same(layer.weight, x) + x)
+    outer.add_module("layer", layer)
+    assert "layer.weight, cast by initialize()" in note_on(lambda: outer(torch.rand(8, 8)))
+
+
 def test_a_line_of_the_model_itself_is_told_the_level_that_runs_it(half: torch.dtype) -> None:
     class Root(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -424,7 +442,7 @@ def test_an_error_that_the_program_handles_stays_handled(half: torch.dtype) -> N
 
 def test_code_without_source_has_a_note(half: torch.dtype) -> None:
     scope: dict[str, Any] = {"torch": torch}
-    exec("def forward(x):\n    return torch.ops.dtype_notes.same(x, torch.zeros(2))\n", scope)
+    exec("def forward(x):\n    return torch.ops.aten.mm(x, torch.zeros(8, 8))\n", scope)
     note = note_on(lambda: train(Net(Part(scope["forward"])), "O2", half))
     assert note.startswith(f"autoamp: x is {half}; keep part in fp32")
 
