@@ -119,6 +119,9 @@ def target_of(tensors: list[Tensor], policy: CastPolicy, casts: CastState) -> to
         return dtype_with_sparse(tensors, casts.dtype if policy is CastPolicy.FP16 else torch.float32)
     if policy is CastPolicy.FP16:
         return casts.dtype
+    if policy in FALLBACKS:
+        # Whether torch refuses the call is not known before it.
+        return None
     if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:
         return None
     return torch.float32

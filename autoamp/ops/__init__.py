@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoamp.ops.autocast_regions import AutocastRegions as AutocastRegions
+from autoamp.ops.fallbacks import FALLBACKS as FALLBACKS
 from autoamp.ops.list_checks import AutocastDifference as AutocastDifference
 from autoamp.ops.list_checks import autocast_differences as autocast_differences
 from autoamp.ops.list_checks import check_lists as check_lists

@@ -73,9 +73,7 @@ def _half_of(tensors: list[Tensor]) -> torch.dtype | None:
     return found
 
 
-def build_fallback(
-    call: Callable[..., Any], retry: Retry, casts: CastState, active: Any
-) -> Callable[..., Any]:
+def build_fallback(call: Callable[..., Any], retry: Retry, casts: CastState, active: Any) -> Callable[..., Any]:
     """Build the replacement of a function under one of `FALLBACKS`.
 
     Args:

@@ -124,7 +124,7 @@ def _build_fallback(
         call = build_half_attention(call, casts)
     retry = build_retry(policy, original, functional)
     traced = isinstance(local, TracedMode)
-    return (build_traced_fallback(call, retry, local, active) if traced else build_fallback(call, retry, casts, active))
+    return build_traced_fallback(call, retry, local, active) if traced else build_fallback(call, retry, casts, active)
 
 
 def _cast_and_call(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp.casting import HALF_MODEL
 from autoamp.modules import class_name
 from autoamp.rules import CastPolicy, ModulePrecision, located
 from autoamp.runtime.runtime import Runtime
@@ -74,7 +75,8 @@ class _Failure:
         self.tensors = _tensors_at(site)
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
-        self.rule = runtime.patched.rule_on(op)
+        in_half = runtime.casts.local.mode.on == HALF_MODEL
+        self.rule = runtime.patched.rule_on(op, in_half_models=in_half)
         self.root: Module | None = None
         self.fp32: Module | None = None
         for module in self.modules:
@@ -105,7 +107,7 @@ class _Failure:
         function = tensor.grad_fn if tensor.dtype in HALF_DTYPES else None
         while function is not None and not function.name().startswith("ToCopy"):
             op = re.sub(r"Backward\d*$", "", function.name()).lower()
-            rule = self.runtime.settings.table.policy_of(op)
+            rule = self.runtime.settings.rules_in_force.policy_of(op)
             if rule is not None and rule.policy is CastPolicy.FP16:
                 return f" (computed by {op}, which is fp16 by {located(rule.origin)})"
             function = next((one for one, _ in function.next_functions if one is not None), None)

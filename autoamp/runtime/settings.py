@@ -70,6 +70,11 @@ class Settings:
         make_scaler(settings.loss_scale, dtype)
         return settings
 
+    @property
+    def rules_in_force(self) -> CastTable:
+        """The handle's own rules; those inside half models where it has none."""
+        return self.half_table if self.half_table is not None and not self.table.rules else self.table
+
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""
         # trace_overflow: each rank locates its own overflows alone.

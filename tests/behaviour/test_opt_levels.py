@@ -144,7 +144,10 @@ def test_outside_of_half_models_and_in_disable_casts_torch_is_torchs_own() -> No
 
 
 def test_a_model_of_O1_and_one_of_O2_each_go_by_their_own_rules() -> None:
-    wide, half = Runs(lambda layer, x: layer(x).softmax(-1)), Runs(lambda layer, x: layer(x + torch.ones(4)).softmax(-1))
+    wide, half = (
+        Runs(lambda layer, x: layer(x).softmax(-1)),
+        Runs(lambda layer, x: layer(x + torch.ones(4)).softmax(-1)),
+    )
     for level, model in (("O1", wide), ("O2", half)):
         autoamp.initialize(model, opt_level=level, device_type="cpu", dtype=FP16, verbosity=0)
     wide(torch.rand(4, 4)), half(torch.rand(4, 4))

@@ -297,7 +297,9 @@ def whitening(net: Any, x: Tensor) -> Tensor:
     return net.out(torch.linalg.solve_triangular(factor, x.T, upper=False).T)  # type: ignore[no-any-return]
 
 
-@program(lambda: ({"first": linear(), "norm": nn.GroupNorm(2, D), "last": nn.LayerNorm(D), "p": nn.PReLU()}, features()))
+@program(
+    lambda: ({"first": linear(), "norm": nn.GroupNorm(2, D), "last": nn.LayerNorm(D), "p": nn.PReLU()}, features())
+)
 def norms_of_a_widened_input(net: Any, x: Tensor) -> Tensor:
     x = net.p(net.first(x) + torch.linspace(0, 1, D))
     x = net.norm(x.transpose(1, 2)).transpose(1, 2) + torch.ones(D)

@@ -28,9 +28,7 @@ def losses(name: str, level: str, half: torch.dtype, around: Around = lambda mod
     model, inputs = PROGRAMS[name]()
     optimizer = torch.optim.SGD(model.parameters(), STEEP.get(name, 1e-2))
     scale = 1.0 if level == "O0" else 128.0
-    autoamp.initialize(
-        model, optimizer, opt_level=level, dtype=half, device_type="cpu", verbosity=0, loss_scale=scale
-    )
+    autoamp.initialize(model, optimizer, opt_level=level, dtype=half, device_type="cpu", verbosity=0, loss_scale=scale)
     call, found = around(model), []
     for step in range(STEPS):
         torch.manual_seed(step)
