@@ -21,6 +21,7 @@ from autoamp.casting import CastState, dtype_with_sparse
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
+from autoamp.ops import FALLBACKS
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes

@@ -44,7 +44,7 @@ def build_retry(policy: CastPolicy, original: Any, functional: Any) -> Retry:
         target = _half_of(tensors)
         if target is None or (to_half and all(one.dtype is target for one in tensors)):
             return NotImplemented
-        written = args[0] if writes_first and args else kwargs.get("out")
+        written: Any = args[0] if writes_first and args else kwargs.get("out")
         if not to_half:
             target = torch.float32
         elif isinstance(written, Tensor):

@@ -135,7 +135,8 @@ class PatchedTorch:
 
     def _patch_more(self, targets: Iterable[ops.Target], *, of_half_models: bool) -> None:
         with self.patches.all_or_nothing():
-            self._patch_targets(*((), targets) if of_half_models else (targets, ()), {})
+            own, within = ((), targets) if of_half_models else (targets, ())
+            self._patch_targets(own, within, {})
 
     def _patch_targets(
         self, own: Iterable[ops.Target], within: Iterable[ops.Target], functions: dict[int, tuple[Any, Any]]
