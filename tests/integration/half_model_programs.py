@@ -1,4 +1,4 @@
-"""Small models as programs for fp32 write them: masks, states, positions and random tensors made in fp32 by ``forward``.
+"""Small models as programs for fp32 write them: ``forward`` makes masks, states and random tensors in fp32.
 
 Each is a function that makes a model and its inputs. The output is an fp32 tensor at every level, whose mean of squares
 is the loss.
