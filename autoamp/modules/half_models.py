@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import CastState, Token, flatten_weights
+from autoamp.errors import warn_user
 from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.tags import ModuleTags
 from autoamp.program import Subscriber
@@ -203,6 +204,14 @@ class CastModels(Subscriber):
             return state
 
         return state_dict
+
+    def average_made(self, average: Module) -> None:
+        """Warn of an average of weights that half precision rounds at each update."""
+        if self._involves_halves(average):
+            warn_user(
+                f"AveragedModel keeps its average of {type(average.module).__name__} in half precision, which rounds "
+                "small updates away; average model.state_dict() in fp32, as docs/howto/ema.md does"
+            )
 
     def around_export(self, original: Any) -> Any:
         """Return what exports a model without the fp32 gradients of half parameters, which fake tensors refuse."""

@@ -50,6 +50,9 @@ class Subscriber:
     def around_load_state_dict(self, load_state_dict: Function) -> Function:
         """``torch.nn.Module.load_state_dict``."""
 
+    def average_made(self, average: torch.nn.Module) -> None:
+        """A `torch.optim.swa_utils.AveragedModel` was made, with a deep copy of a model."""
+
     def around_export(self, export: Function) -> Function:
         """``torch.export.export``."""
 

@@ -51,6 +51,7 @@ def points() -> Iterator[Point]:
     yield Point(traced, "_orig_module_call", Subscriber.around_module_call, _around)
     yield Point(Module, "state_dict", Subscriber.around_state_dict, _around)
     yield Point(Module, "load_state_dict", Subscriber.around_load_state_dict, _around)
+    yield Point(torch.optim.swa_utils.AveragedModel, "__init__", Subscriber.average_made, _after)
     yield Point(sys.modules.get("torch.export"), "export", Subscriber.around_export, _around)
     checkpoint, later = torch.utils.checkpoint, Subscriber.runs_later
     yield Point(checkpoint, torch_private.RECOMPUTATION, later, functools.partial(_later, place=0))
