@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from autoamp.casting.cache import CastCache
-from autoamp.casting.threads import ThreadMode, ThreadState, TracedMode
+from autoamp.casting.threads import BY_DEFAULT, ThreadMode, ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled, is_autocast_enabled, trace_as
 
@@ -192,7 +192,7 @@ class CastState:
         """Let the replacements cast, in the threads that are on by default."""
         self.is_open = True
         # Off by default means forced off: a module's precision must not turn casts on there.
-        self.local.set_default(self._on, forced_off=self._on is False)
+        self.local.set_default(self._on, forced_off=BY_DEFAULT if self._on is False else False)
 
     @property
     def on_by_default(self) -> bool:
@@ -206,8 +206,8 @@ class CastState:
         self.cache.clear()
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is to be cast, in this thread and now."""
-        return bool(self.local.now().on)
+        """Whether a call with these arguments is to be cast by the handle's own rules, in this thread and now."""
+        return self.local.now().on is True
 
     def when_off(
         self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
@@ -231,7 +231,7 @@ class CastState:
         return False
 
     @contextlib.contextmanager
-    def switched(self, on: bool | None, forced_off: bool | None = None) -> Iterator[None]:
+    def switched(self, on: Any, forced_off: Any = None) -> Iterator[None]:
         """Set this thread's switches for a ``with`` statement, as `ThreadState.set` does."""
         token = self.local.set(on, forced_off)
         try:
@@ -242,7 +242,7 @@ class CastState:
         finally:
             self.local.reset(token)
 
-    def mode(self) -> tuple[Any, bool]:
+    def mode(self) -> tuple[Any, Any]:
         """Return how this thread casts now, for `ThreadState.set`."""
         mode = self.local.now()
         return mode.on, mode.forced_off

@@ -21,7 +21,13 @@ Of a parameter that is its storage, referenced so that its address is not used a
 brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
 """
 
-Token = tuple[Any, bool | None]
+HALF_MODEL = "half model"
+"""What `ThreadMode.on` is inside half models: there the rules for half models act, and not those of the handle."""
+
+BY_DEFAULT = "by default"
+"""What `ThreadMode.forced_off` is where casts are off but inside the models of `initialize`, which turn them on."""
+
+Token = tuple[Any, Any]
 """What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
 
 
@@ -35,12 +41,12 @@ class ThreadMode:
 
     Attributes:
         on: True where the thread casts, False where it does not, None outside of modules' calls where these turn casts
-            on.
-        forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``.
+            on, `HALF_MODEL` inside half models.
+        forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``; or `BY_DEFAULT`.
     """
 
     on: Any = False
-    forced_off = True
+    forced_off: Any = True
 
 
 class TracedMode:
@@ -58,7 +64,7 @@ class TracedMode:
 
     def __init__(self, local: ThreadState) -> None:
         self._local = local
-        self._set: weakref.WeakKeyDictionary[Any, list[tuple[Any, bool]]] = weakref.WeakKeyDictionary()
+        self._set: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
         self.mode = self
 
     @property
@@ -78,7 +84,7 @@ class TracedMode:
         return within[-1][index] if within else at_call
 
     @mark_constant
-    def autoamp_set(self, on: Any, forced_off: bool) -> None:
+    def autoamp_set(self, on: Any, forced_off: Any) -> None:
         """Set the switches of the code that is traced from now on."""
         self._within().append((on, forced_off))
 
@@ -87,12 +93,12 @@ class TracedMode:
         """Put back what the last `set` replaced."""
         del self._within()[-1:]
 
-    def _within(self) -> list[tuple[Any, bool]]:
+    def _within(self) -> list[tuple[Any, Any]]:
         context = tracing_context()
         return [] if context is None else self._set.setdefault(context, [])
 
 
-def _set_traced(state: ThreadState, on: Any, forced_off: bool | None = None) -> None:
+def _set_traced(state: ThreadState, on: Any, forced_off: Any = None) -> None:
     traced = state.traced
     if forced_off is None:
         forced_off = traced.forced_off
@@ -138,18 +144,17 @@ class ThreadState(threading.local):
         """Return the switches as the code that calls this finds them, whether it runs or Dynamo traces it."""
         return self.mode
 
-    @trace_as(lambda state: state.traced.autoamp_now(1, vars(state.mode).get("forced_off")))
     def is_forced_off(self) -> bool:
-        """Whether this thread, and not the default, forces casts off."""
-        return bool(vars(self.mode).get("forced_off"))
+        """Whether casts are off in models too."""
+        return self.now().forced_off is True
 
-    def set_default(self, on: Any, *, forced_off: bool) -> None:
+    def set_default(self, on: Any, *, forced_off: Any) -> None:
         """Set the switches of all threads that have set nothing themselves."""
         cls = self._make_mode
         cls.on, cls.forced_off = on, forced_off
 
     @trace_as(_set_traced)
-    def set(self, on: Any, forced_off: bool | None = None) -> Token:
+    def set(self, on: Any, forced_off: Any = None) -> Token:
         """Set this thread's switches, and return the token by which `reset` puts back what was there.
 
         Args:
@@ -168,7 +173,7 @@ class ThreadState(threading.local):
         """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
         self._put(*token)
 
-    def _put(self, on: Any, forced_off: bool | None) -> None:
+    def _put(self, on: Any, forced_off: Any) -> None:
         own = vars(self.mode)
         for name, value in (("on", on), ("forced_off", forced_off)):
             if value is None:
@@ -176,7 +181,7 @@ class ThreadState(threading.local):
             else:
                 own[name] = value
 
-    def with_mode(self, function: Callable[..., Any], on: Any, forced_off: bool | None = None) -> Callable[..., Any]:
+    def with_mode(self, function: Callable[..., Any], on: Any, forced_off: Any = None) -> Callable[..., Any]:
         """Return a function that calls another with these switches, in whichever thread and whenever it is called."""
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -317,7 +317,7 @@ class Run:
             parameters=self._parameters,
             masters=self._masters or now.optimizers.has_masters,
             # The files of the lists in force, later ones over earlier ones.
-            lists=[file for file in now.settings.table.sources if file not in absent] if casts_some else [],
+            lists=[file for file in now.settings.rules_in_force.sources if file not in absent] if casts_some else [],
             folder=self._folder,
             # What was lost in half precision without an inf, a row for each kind.
             half_losses=[*self._half_losses.rows.values(), *now.models.buffer_losses],

@@ -21,6 +21,7 @@ from autoamp.casting import CastState, dtype_with_sparse
 from autoamp.diagnostics.call_sites import CallSite
 from autoamp.diagnostics.observer import Call, Observation, Observer, OperatorObserver, Watch
 from autoamp.diagnostics.tables import as_table
+from autoamp.ops import FALLBACKS
 from autoamp.rules import CastPolicy, CastRule
 from autoamp.tensors import CASTABLE_LAYOUTS, dtype_name, iter_tensors
 from autoamp.torch_private import current_graph_task, dispatch_modes
@@ -119,6 +120,9 @@ def target_of(tensors: list[Tensor], policy: CastPolicy, casts: CastState) -> to
         return dtype_with_sparse(tensors, casts.dtype if policy is CastPolicy.FP16 else torch.float32)
     if policy is CastPolicy.FP16:
         return casts.dtype
+    if policy in FALLBACKS:
+        # Whether torch refuses the call is not known before it.
+        return None
     if policy is CastPolicy.PROMOTE and len({t.dtype for t in tensors if casts.eligible(t)}) < 2:
         return None
     return torch.float32

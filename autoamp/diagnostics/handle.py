@@ -196,7 +196,7 @@ class BaseHandle(CoreHandle):
         Raises:
             UsageError: Nothing was recorded, Jinja2 is not installed for a page, or the file cannot be written.
         """
-        found = report_of(self._looks.recording, self._runtime.nonfinite, self.settings.table)
+        found = report_of(self._looks.recording, self._runtime.nonfinite, self.settings.rules_in_force)
         if path is not None:
             write_report(path, found)
         return found
@@ -210,7 +210,7 @@ class BaseHandle(CoreHandle):
         Raises:
             UsageError: torch has no op of this name, and no rule names it.
         """
-        return explain(self.settings.table, name)
+        return explain(self.settings.rules_in_force, name)
 
     def consistency(self, model: Module, *inputs: Any, backend: Any = "inductor", **named_inputs: Any) -> Consistency:
         """Compare what a model computes on each path with what it computes in training.

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.nn import Module
 
-from autoamp.casting import CastState
+from autoamp.casting import HALF_MODEL, CastState
 from autoamp.diagnostics.call_sites import CallSite, ModulePaths, user_frame
 from autoamp.errors import UsageError, kind_of
 from autoamp.ops import Target
@@ -208,22 +208,25 @@ class Observation(Listener):
         with self.casts.switched(False), self.only():
             yield
 
-    def op_layer(self, replacement: Any, op: Target) -> Any:
+    def op_layer(self, replacement: Any, op: Target, in_half_models: bool = False) -> Any:
         """Return a replacement of the same kind that reports each call to the observers.
 
         Args:
             replacement: A function, staticmethod or classmethod that `autoamp.ops.build_replacement` made.
             op: The function that it replaces.
+            in_half_models: Whether its rule is one for half models: inside these it is reported, and nowhere else.
         """
         if isinstance(replacement, (staticmethod, classmethod)):
-            return type(replacement)(self.op_layer(replacement.__func__, op))
+            return type(replacement)(self.op_layer(replacement.__func__, op, in_half_models))
         compiling, thread = torch.compiler.is_compiling, self.here
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if compiling() or not (observers := self.observers if thread.only is None else thread.only):
                 return replacement(*args, **kwargs)
+            if (self.casts.local.mode.on == HALF_MODEL) is not in_half_models:
+                return replacement(*args, **kwargs)
             outer = thread.call
-            casting = self.casts.wants(args, kwargs)
+            casting = in_half_models or self.casts.wants(args, kwargs)
             call = Call(op, args, kwargs, casting, outer, thread.modules, sys._getframe(1), self)
             with self.quietly():
                 states = [(observer, observer.before(call)) for observer in observers]

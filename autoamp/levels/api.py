@@ -16,9 +16,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32, half_dtype
-from autoamp.levels.setup import LEVELS, LevelName, OptLevel, Setup, end, level_with, set_up
+from autoamp.levels.setup import LEVELS, LevelName, Setup, end, level_with, set_up
 from autoamp.ops import expand
-from autoamp.rules import CastPolicy, CastTable, package_tables
+from autoamp.rules import CastTable, half_model_table
 from autoamp.runtime import OnNonfinite, Settings, check_device, current_runtime, needed_handle
 from autoamp.scaling import LossScaler, is_count, make_scaler
 from autoamp.stepping import RequestedGroup, as_list, check_half_norms, refuse_unguardable
@@ -143,11 +143,15 @@ def initialize(
     casts = level.casts_models or level.patch_torch_functions
     if casts and falls_back_to_fp32(half, settings.device_type):
         level = replace(LEVELS["O0"], loss_scale=level.loss_scale)
-    table = settings.table if level.patch_torch_functions else _without_functions(settings.table, level)
-    expand(table)  # refuses unknown names
+    table, modules = settings.table, CastTable((), settings.table.modules)
     settings = replace(
-        settings, table=table, opt_level=level.name, casts_models=level.casts_models, verbose=verbosity > 1
+        settings,
+        table=table if level.patch_torch_functions else modules,
+        half_table=half_model_table(table, settings.device_type) if level.casts_models else None,
+        opt_level=level.name,
+        verbose=verbosity > 1,
     )
+    expand(settings.half_table or settings.table)  # refuses unknown names
     if not is_count(num_losses, 1):
         raise UsageError(f"num_losses={num_losses!r} must be a whole number of 1 or more")
     scaler = make_scaler(level.loss_scale, settings.dtype, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -172,13 +176,6 @@ def initialize(
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
-
-
-def _without_functions(table: CastTable, level: OptLevel) -> CastTable:
-    """Return the rules of modules, and those of ops of packages that half models must compute in fp32."""
-    of_packages = {rule for _, package in package_tables() for rule in package.rules} if level.casts_models else ()
-    rules = (rule for rule in table.rules if rule in of_packages and rule.policy is CastPolicy.FP32)
-    return CastTable(tuple(rules), table.modules)
 
 
 def _checked_models(models: Any) -> list[Module]:

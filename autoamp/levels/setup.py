@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.nn import Module
 
+from autoamp.casting import HALF_MODEL
 from autoamp.errors import UsageError
 from autoamp.modules import BufferWrites, ForwardDtypes
 from autoamp.runtime import Handle, Runtime, Settings, current_handle, handles, put_handle, runtime_of
@@ -174,8 +175,12 @@ def _handle_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any
     patching = [one.settings for one in setups if one.level.patch_torch_functions]
     if setup.level.patch_torch_functions:
         _refuse_other_patches(patching[0], setup.settings)
+    halves = [one.settings.half_table for one in setups if one.settings.half_table is not None]
+    if setup.settings.half_table is not None and halves[0].rules != setup.settings.half_table.rules:
+        _refuse_difference("lists= differs from that", "lists")
     settings = replace(
         patching[-1] if patching else setup.settings,
+        half_table=halves[-1] if halves else None,
         opt_level=setup.settings.opt_level,
         trace_overflow=any(one.settings.trace_overflow for one in setups),
         on_nonfinite=setup.settings.on_nonfinite,
@@ -204,10 +209,14 @@ def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
         before, wanted = getattr(earlier, attribute), getattr(now, attribute)
         if before != wanted:
             difference = f"{name}={wanted!r} differs from {before!r}" if name != "lists" else "lists= differs from that"
-            raise UsageError(
-                f"{difference} of an earlier call of initialize(), whose model is in use; pass the same {name} to both "
-                "calls, or end the earlier one by autoamp.current_handle().deactivate()"
-            )
+            _refuse_difference(difference, name)
+
+
+def _refuse_difference(difference: str, name: str) -> NoReturn:
+    raise UsageError(
+        f"{difference} of an earlier call of initialize(), whose model is in use; pass the same {name} to both "
+        "calls, or end the earlier one by autoamp.current_handle().deactivate()"
+    )
 
 
 def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
@@ -215,7 +224,9 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     # None: as the thread casts. True (scope="modules"): the lists act within this model, with casts off around it, and
     # its outputs are fp32. False: nothing is cast within it, even if the level of another patches torch.
     level, outputs = setup.level, setup.outputs
-    casts = None if setup.on else level.patch_torch_functions
+    # A half model has rules of its own.
+    kept: Container[Module] = ()
+    casts: Any = HALF_MODEL if level.casts_models else None if setup.on else level.patch_torch_functions
     kind: Any = setup.settings.dtype if level.cast_model_type == "half" else level.cast_model_type
     if kind is None:
         dtypes = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
@@ -223,11 +234,22 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
         kept, borders = runtime.precisions.fp32_parts(model) if level.casts_models else ((), {})
         runtime.models.cast(model, kind, keep_norms=level.keep_batchnorm_fp32, kept=kept)
         for part, is_fp32 in borders.items():
-            inside = (torch.float32, kind) if is_fp32 else (kind, torch.float32)
+            inside = (torch.float32, kind, False) if is_fp32 else (kind, torch.float32, HALF_MODEL)
             runtime.models.forward_dtypes.replace(part, ForwardDtypes(*inside))
-        kind = torch.float32 if model in kept else kind
+        kind, casts = (torch.float32, False) if model in kept else (kind, casts)
         has_doubles = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
         buffers = BufferWrites(runtime.models.buffer_losses) if level.casts_models else None
         dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, not has_doubles, buffers)
     if dtypes != ForwardDtypes():
-        runtime.models.forward_dtypes.replace(model, dtypes)
+        for called in _called_parts(model):
+            is_kept = called is not model and called in kept
+            own = replace(dtypes, inputs=torch.float32, casts=False) if is_kept else dtypes
+            runtime.models.forward_dtypes.replace(called, own)
+
+
+def _called_parts(model: Module) -> Iterator[Module]:
+    """Yield the modules that a program calls: a model, or the members of a list or dict of modules."""
+    yield model
+    if isinstance(model, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        for member in model.children():
+            yield from _called_parts(member)

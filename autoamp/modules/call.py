@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from autoamp.casting import CastState, Token
+from autoamp.casting import HALF_MODEL, CastState, Token
 from autoamp.modules.half_models import ForwardDtypes, cast_structure
 from autoamp.modules.precisions import ModulePrecisions
 from autoamp.modules.tags import TAGS, ModuleTags
@@ -95,10 +95,12 @@ class ModuleCalls(Subscriber):
                             look = dtypes.buffers.begin(self)
                     # `initialize` looks up the paths of models that it casts.
                     outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
-                    if outermost and (in_modules or local.now().on):
+                    if outermost and (in_modules or local.now().on is True):
                         precisions.begin_model(self)
-                    # After `switch`, which lifts a default that forces casts off outside of models.
-                    precision = None if local.now().forced_off else precisions.get(self)
+                    # After `switch`, which lifts a default that forces casts off outside of models. In half models
+                    # `initialize` has cast the modules with a precision of their own.
+                    mode = local.now()
+                    precision = None if mode.forced_off or mode.on == HALF_MODEL else precisions.get(self)
                     if precision is not None and precision is not ModulePrecision.NONE:
                         cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
                         args, kwargs = _cast_nested((args, kwargs), cast)

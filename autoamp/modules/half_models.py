@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.casting import CastState, Token, flatten_weights
+from autoamp.errors import warn_user
 from autoamp.modules.buffer_writes import BufferWrites
 from autoamp.modules.tags import ModuleTags
 from autoamp.program import Subscriber
@@ -39,13 +40,14 @@ class ForwardDtypes:
         inputs: The dtype that inputs are cast to; None leaves them.
         outputs: The dtype that outputs are cast to; None leaves them.
         casts: Whether the casts of the lists are on within the call, whatever they are elsewhere; None leaves them.
+            `HALF_MODEL` turns on those of the rules for half models.
         doubles: Whether inputs in fp64 are cast too. False for models with fp64 parameters.
         buffers: Warns of half buffers that the model writes; None for a model that was not cast to half.
     """
 
     inputs: torch.dtype | None = None
     outputs: torch.dtype | None = None
-    casts: bool | None = None
+    casts: bool | str | None = None
     doubles: bool = False
     buffers: BufferWrites | None = None
 
@@ -58,9 +60,9 @@ class ForwardDtypes:
         local = casts.local
         # A ``disable_casts`` around, in this thread, goes before.
         if self.casts and not local.is_forced_off():
-            return [local.set(True, forced_off=False)]
-        # Where casts are on by default, they are because of other models.
-        return [local.set(False)] if self.casts is False and casts.on_by_default else []
+            return [local.set(self.casts, forced_off=False)]
+        # Where casts are on, they are because of other models, or of the half model around an fp32 part.
+        return [local.set(False)] if self.casts is False else []
 
 
 class CastModels(Subscriber):
@@ -202,6 +204,30 @@ class CastModels(Subscriber):
             return state
 
         return state_dict
+
+    def average_made(self, average: Module) -> None:
+        """Warn of an average of weights that half precision rounds at each update."""
+        if self._involves_halves(average):
+            warn_user(
+                f"AveragedModel keeps its average of {type(average.module).__name__} in half precision, which rounds "
+                "small updates away; average model.state_dict() in fp32, as docs/howto/ema.md does"
+            )
+
+    def around_export(self, original: Any) -> Any:
+        """Return what exports a model without the fp32 gradients of half parameters, which fake tensors refuse."""
+
+        def export(mod: Any, *args: Any, **kwargs: Any) -> Any:
+            params = list(mod.parameters()) if isinstance(mod, Module) else []
+            wide = [(one, one.grad) for one in params if one.grad is not None and one.grad.dtype is not one.dtype]
+            try:
+                for parameter, _ in wide:
+                    parameter.grad = None
+                return original(mod, *args, **kwargs)
+            finally:
+                for parameter, grad in wide:
+                    parameter.grad = grad
+
+        return export
 
     def around_load_state_dict(self, original: Any) -> Any:
         """Return what loads fp32 values into half models."""

@@ -115,7 +115,7 @@ class ModuleCasts(CastState):
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
         on = self.local.now().on
-        return self._has_half(args, kwargs) if on is None else on
+        return self._has_half(args, kwargs) if on is None else on is True
 
     def _has_half(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs)))

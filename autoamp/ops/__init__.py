@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoamp.ops.autocast_regions import AutocastRegions as AutocastRegions
 from autoamp.ops.autocast_state import autocast_functions as autocast_functions
-from autoamp.ops.policies import build_for_half_models as build_for_half_models
+from autoamp.ops.fallbacks import FALLBACKS as FALLBACKS
 from autoamp.ops.policies import build_replacement as build_replacement
 from autoamp.ops.targets import Target as Target
 from autoamp.ops.targets import expand as expand

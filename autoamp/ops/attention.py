@@ -41,7 +41,7 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
         if query is None or key is None or value is None or not casts.eligible(query):
             return NotImplemented
         # Where casts are off only a half model's attention comes in half.
-        if query.dtype is torch.float32 and not casts.local.now().on:
+        if query.dtype is torch.float32 and casts.local.now().on is not True:
             return NotImplemented
         if not in_fp16 and max(query.size(-2), key.size(-2)) > _LONGEST_IN_BF16:
             return NotImplemented

@@ -19,17 +19,20 @@ from torch.nn import Parameter
 from autoamp.casting import RECURRENT_LAYERS, CastArgs, CastState, ThreadState, TracedMode, cast_call
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.inference import PACKED, build_packed
-from autoamp.ops.attention import build_attention
+from autoamp.ops.attention import build_attention, build_half_attention
 from autoamp.ops.composites import COMPOSITES, build_composite, ops_named
+from autoamp.ops.fallbacks import FALLBACKS, build_fallback, build_retry, build_traced_fallback
 from autoamp.ops.recurrent import build_recurrent
 from autoamp.ops.sigmoids import TAKE_PROBABILITIES, watch_sigmoids
 from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation_of
 from autoamp.patching import imitate, mark, traceable_method
 from autoamp.rules import CastPolicy
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import start_no_graph, trace_as
+from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.torch_private import start_no_graph, trace_as, traced_in_place_of
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Torch's own, whatever stands in its place while replacements are built.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
 # Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
 _TAKE_DTYPE = ops_named(
@@ -68,6 +71,8 @@ def build_replacement(
     functional: Any = None,
     remedy: str = "",
     allow_banned: bool = True,
+    active: Any = True,
+    elsewhere: Any = None,
 ) -> Any:
     """Build the replacement of ``original`` under a policy.
 
@@ -81,27 +86,33 @@ def build_replacement(
         remedy: What a banned function's message tells the caller to do.
         allow_banned: Whether a banned function with half arguments runs in fp32 with a warning, or raises
             `BannedFunctionError`.
+        active: What `ThreadMode.on` is where the policy acts.
+        elsewhere: What is called where it does not, by default the original.
     """
     wrap: Any = None
     if isinstance(original, (staticmethod, classmethod)):
         wrap, original = type(original), original.__func__
+        elsewhere = getattr(elsewhere, "__func__", None)
     elif isinstance(original, types.ClassMethodDescriptorType):
         # A class method in C, as `torch.autograd.Function.apply` is from torch 2.14 on: it takes the class to call for.
         descriptor, wrap = original, classmethod
         original = lambda cls, *args, **kwargs: descriptor.__get__(None, cls)(*args, **kwargs)  # noqa: E731
-    cast_args: CastArgs = {
+    cast_args: Any = {
         CastPolicy.FP16: casts.args_to_half,
         CastPolicy.FP32: casts.args_to_fp32,
         CastPolicy.PROMOTE: casts.promote_args,
         CastPolicy.BANNED: _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned),
-    }[policy]
+    }.get(policy)
     # fp32 is a promise on the whole of a composite function, whatever its body calls.
     is_builtin, wide = isinstance(original, _BUILTINS), policy in (CastPolicy.FP32, CastPolicy.BANNED)
     off_within = wide and functional is None and not is_builtin
 
-    def build(call: Any, functional: Any, local: Any, off_within: bool) -> Callable[..., Any]:
+    def build(call: Any, functional: Any, local: Any, off_within: bool, elsewhere: Any) -> Callable[..., Any]:
+        if policy in FALLBACKS:
+            return _build_fallback(original, elsewhere or call, policy, casts, functional, local, active)
         special_case = _special_case(original, call, policy, cast_args, casts, functional)
-        return _cast_and_call(call, cast_args, casts, special_case, policy is CastPolicy.FP16, off_within, local)
+        to_half = policy is CastPolicy.FP16
+        return _cast_and_call(call, cast_args, casts, special_case, to_half, off_within, local, active, elsewhere)
 
     # Dynamo traces another one, which sets nothing when it runs.
     call = traceable_method(original)
@@ -109,8 +120,9 @@ def build_replacement(
     watched = original
     if policy is CastPolicy.BANNED and isinstance(original, types.FunctionType) and original in TAKE_PROBABILITIES:
         watched = watch_sigmoids(original, casts, f"{module}.{qualname}", remedy)
-    traced = mark(build(call, traceable_method(functional), casts.local.traced, False), original)
-    replacement = trace_as(traced)(build(watched, functional, casts.local, off_within))
+    traced_elsewhere = None if elsewhere is None else traced_in_place_of(elsewhere)
+    traced = mark(build(call, traceable_method(functional), casts.local.traced, False, traced_elsewhere), original)
+    replacement = trace_as(traced)(build(watched, functional, casts.local, off_within, elsewhere))
     replacement = imitate(replacement, original, module, qualname)
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
@@ -119,18 +131,16 @@ def build_replacement(
     return replacement if wrap is None else wrap(replacement)
 
 
-def build_for_half_models(original: Any) -> Any:
-    """Build the replacement of a function that computes in fp32 within half models, and returns what their ops take."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        half = next((one.dtype for one in iter_tensors((args, kwargs)) if one.dtype in HALF_DTYPES), None)
-        if half is None:
-            return original(*args, **kwargs)
-        args, kwargs = map_tensors((args, kwargs), lambda one: one.float() if one.dtype in HALF_DTYPES else one)
-        result = original(*args, **kwargs)
-        return map_tensors(result, lambda one: one.to(half) if one.dtype is torch.float32 else one)
-
-    return imitate(call, original)
+def _build_fallback(
+    original: Any, call: Any, policy: CastPolicy, casts: CastState, functional: Any, local: Any, active: Any
+) -> Callable[..., Any]:
+    """Build what stands in for an original under one of `FALLBACKS`; ``call`` is what it calls."""
+    if original is _ATTENTION and not casts.on_by_default:
+        # As where no list has it: `unlisted_functions`.
+        call = build_half_attention(call, casts)
+    retry = build_retry(policy, original, functional)
+    traced = isinstance(local, TracedMode)
+    return build_traced_fallback(call, retry, local, active) if traced else build_fallback(call, retry, casts, active)
 
 
 def _cast_and_call(
@@ -141,6 +151,8 @@ def _cast_and_call(
     to_half: bool,
     off_within: bool,
     local: ThreadState | TracedMode,
+    active: Any,
+    elsewhere: Any,
 ) -> Callable[..., Any]:
     """Return what stands in for an original, whatever the policy: it casts every argument and calls.
 
@@ -152,6 +164,8 @@ def _cast_and_call(
         to_half: Whether the policy is fp16.
         off_within: Whether casts are off while the original runs.
         local: Has the switches that are asked: `CastState.local`, or what traced code reads in its place.
+        active: What the first switch is where the policy acts.
+        elsewhere: What is called where it does not; None for what the handle's casts say.
     """
     compiling = torch.compiler.is_dynamo_compiling
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
@@ -161,7 +175,7 @@ def _cast_and_call(
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         mode = local.mode
-        if not mode.on:
+        if mode.on is not active:
             return when_off(*args, **kwargs)
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
@@ -192,7 +206,7 @@ def _cast_and_call(
                 else:
                     own_mode["on"] = before
 
-    when_off = casts.when_off(original, replacement, local)
+    when_off = casts.when_off(original, replacement, local) if elsewhere is None else elsewhere
     return replacement
 
 
@@ -211,7 +225,7 @@ def _special_case(
     if to_half:
         if original in _CELLS:
             return _precache_weights(casts)
-        if original is torch.nn.functional.scaled_dot_product_attention:
+        if original is _ATTENTION:
             return build_attention(original, casts)
         if original in RECURRENT_LAYERS and on_cuda:
             return build_recurrent(original, casts)

@@ -50,8 +50,8 @@ class Subscriber:
     def around_load_state_dict(self, load_state_dict: Function) -> Function:
         """``torch.nn.Module.load_state_dict``."""
 
-    def runs_later(self, function: Function) -> Function:
-        """A function is to run in a backward pass, for a checkpoint, or in another thread. Returns the one to run."""
+    def average_made(self, average: torch.nn.Module) -> None:
+        """A `torch.optim.swa_utils.AveragedModel` was made, with a deep copy of a model."""
 
     def around_export(self, export: Function) -> Function:
         """A function of torch that makes a graph of a model: ``torch.jit.trace``, ``torch.onnx.export`` and others."""

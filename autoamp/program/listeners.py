@@ -46,8 +46,14 @@ class Listener:
         """Torch is patched. Returns what takes the place of the replacement of ``torch.nn.Module.__call__``."""
         raise NotImplementedError
 
-    def op_layer(self, replacement: Any, target: Any) -> Any:
-        """Torch is patched. Returns what takes the place of the replacement of an `autoamp.ops.Target`."""
+    def op_layer(self, replacement: Any, target: Any, in_half_models: bool) -> Any:
+        """Torch is patched. Returns what takes the place of the replacement of an `autoamp.ops.Target`.
+
+        Args:
+            replacement: A function, staticmethod or classmethod.
+            target: What it replaces.
+            in_half_models: Whether its rule acts inside half models, and nowhere else.
+        """
         raise NotImplementedError
 
     def loss_scaled(self, loss: Tensor, scale: SupportsFloat) -> None:

@@ -52,6 +52,7 @@ def points() -> Iterator[Point]:
     yield Point(traced, "_orig_module_call", Subscriber.around_module_call, _around)
     yield Point(Module, "state_dict", Subscriber.around_state_dict, _around)
     yield Point(Module, "load_state_dict", Subscriber.around_load_state_dict, _around)
+    yield Point(torch.optim.swa_utils.AveragedModel, "__init__", Subscriber.average_made, _after)
     for owner, name in ((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.export, "export")):
         yield Point(owner, name, Subscriber.around_export, _around)
     yield Point(torch.onnx, "export", Subscriber.around_export, _around)

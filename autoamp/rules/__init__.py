@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoamp.rules.loader import ENVIRONMENT_VARIABLE as ENVIRONMENT_VARIABLE
+from autoamp.rules.loader import half_model_table as half_model_table
 from autoamp.rules.loader import load_table as load_table
 from autoamp.rules.loader import located as located
 from autoamp.rules.loader import package_tables as package_tables

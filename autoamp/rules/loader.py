@@ -314,6 +314,24 @@ def shipped_table(name: str, device_type: str | None = None) -> CastTable:
     return _merged(layers.bases.values(), device_type)
 
 
+def half_model_table(table: CastTable, device_type: str | None = None) -> CastTable:
+    """Return the rules that are in force inside half models: the set `o2` in place of the shipped sets of a table.
+
+    Args:
+        table: What `load_table` returned. The rules of packages and of the user stay over the set. Where it has no
+            shipped set, as with ``extends = []``, there is none below either.
+        device_type: As for `load_table`.
+    """
+    of_sets = {f"lists/{name}.toml" for name in shipped_sets()}
+    own = CastTable(
+        tuple(rule for rule in table.rules if not (rule.origin.shipped and rule.origin.path in of_sets)),
+        table.modules,
+        tuple(name for name in table.sources if name not in of_sets),
+    )
+    base = shipped_table("o2", device_type) if of_sets.intersection(table.sources) else CastTable()
+    return base.overlaid(own)
+
+
 def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:
     """Lay tables over each other, the later over the earlier."""
     table = CastTable()

@@ -11,13 +11,16 @@ class CastPolicy(enum.Enum):
     """What happens to the arguments of one op.
 
     `FP16` casts them to the half dtype in use, which may be bf16; `FP32` to fp32; `PROMOTE` to the widest dtype among
-    them. `BANNED` runs the op in fp32 with a warning, or raises for half arguments with ``allow_banned=False``. `NONE`
-    does not patch the op.
+    them. `HALF_IF_MIXED` casts them to half if they mix half and fp32 and torch refuses that; `FP32_IF_REFUSED` to
+    fp32 if torch refuses the call in half. `BANNED` runs the op in fp32 with a warning, or raises for half arguments
+    with ``allow_banned=False``. `NONE` does not patch the op.
     """
 
     FP16 = "fp16"
     FP32 = "fp32"
     PROMOTE = "promote"
+    HALF_IF_MIXED = "half_if_mixed"
+    FP32_IF_REFUSED = "fp32_if_refused"
     BANNED = "banned"
     NONE = "none"
 

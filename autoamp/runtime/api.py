@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy
 import torch
 
-from autoamp.errors import UsageError, kind_of
+from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32, half_dtype
 from autoamp.rules import CastPolicy
 from autoamp.runtime.active import handles
@@ -87,8 +87,14 @@ def init(
         base = handles.base
         if isinstance(base, Handle) and base.settings == settings:
             return base
+        cast = [] if not isinstance(base, Handle) else [type(one).__name__ for one in runtime_of(base).models.halves]
         handle = handles.disabled() if settings is None else handles.enabled(settings)
         handles.put_base(handle)
+        if cast:
+            warn_user(
+                f"init() ends what initialize() set up: {', '.join(cast)} is fp32 again, with the values of its master "
+                "weights; call one of the two"
+            )
         return handle
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp.casting import HALF_MODEL
+from autoamp.modules import class_name
 from autoamp.rules import CastPolicy, ModulePrecision, located
 from autoamp.runtime.runtime import Runtime
 from autoamp.tensors import HALF_DTYPES, iter_tensors
@@ -73,7 +75,8 @@ class _Failure:
         self.tensors = _tensors_at(site)
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
-        self.rule = runtime.patched.rule_on(op)
+        in_half = runtime.casts.local.mode.on == HALF_MODEL
+        self.rule = runtime.patched.rule_on(op, in_half_models=in_half)
         self.root: Module | None = None
         self.fp32: Module | None = None
         for module in self.modules:
@@ -98,12 +101,13 @@ class _Failure:
     def _origin(self, tensor: Tensor) -> str:
         """Return where a half tensor got its dtype, in parentheses."""
         if id(tensor) in self.half_state:
-            by = "made half by the program" if self.root is None else "cast by initialize()"
+            cast = (one for model in self.runtime.models.halves for one in (*model.parameters(), *model.buffers()))
+            by = "cast by initialize()" if any(one is tensor for one in cast) else "made half by the program"
             return f" ({self.half_state[id(tensor)]}, {by})"
         function = tensor.grad_fn if tensor.dtype in HALF_DTYPES else None
         while function is not None and not function.name().startswith("ToCopy"):
             op = re.sub(r"Backward\d*$", "", function.name()).lower()
-            rule = self.runtime.settings.table.policy_of(op)
+            rule = self.runtime.settings.rules_in_force.policy_of(op)
             if rule is not None and rule.policy is CastPolicy.FP16:
                 return f" (computed by {op}, which is fp16 by {located(rule.origin)})"
             function = next((one for one, _ in function.next_functions if one is not None), None)
@@ -131,8 +135,17 @@ class _Failure:
         if not path:
             return 'use opt_level="O1", or move these lines to a module of its own, which [modules] keeps in fp32'
         if self.outer in self.runtime.setups:
-            return f'keep {path} in fp32 by initialize(..., lists={{"modules": {{"{path}": "fp32"}}}})'
+            entry = self._class_of_several(path) or path
+            return f'keep {entry} in fp32 by initialize(..., lists={{"modules": {{"{entry}": "fp32"}}}})'
         return f'run it in fp32 by autoamp.current_handle().override(model.get_submodule("{path}"), "fp32")'
+
+    def _class_of_several(self, path: str) -> str:
+        """Return the class of the module at a path if the model has more of it, each of which may fail; else ""."""
+        kind = type(self.outer.get_submodule(path))
+        several = sum(type(one) is kind for one in self.paths) > 1
+        # A layer of torch is in other places too. What a function defines has no name for a list.
+        has_name = "<locals>" not in kind.__qualname__ and not kind.__module__.startswith("torch.")
+        return class_name(kind) if several and has_name else ""
 
     def _conversion(self) -> str:
         """Return what gives the tensors one dtype."""

@@ -53,7 +53,7 @@ class BaseHandle:
         settings, scalers = self.settings, self._runtime.optimizers.scalers
         # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
         scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
-        lists = sorted({rule.origin.path for rule in settings.table.rules})
+        lists = sorted({rule.origin.path for rule in settings.rules_in_force.rules})
         level = f"opt_level={settings.opt_level!r}, " if settings.opt_level else ""
         return (
             f"<autoamp.Handle {'active' if self.is_active() else 'not active'}: {level}{settings.dtype} on "

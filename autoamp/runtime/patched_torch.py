@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from autoamp import ops, torch_private
+from autoamp.casting import HALF_MODEL
 from autoamp.errors import ListFileError, PatchError, warn_user
 from autoamp.patching import CompilerTables, PatchSet, mark, name_by, writing
 from autoamp.program import Subscriber
-from autoamp.rules import CastPolicy, CastRule
+from autoamp.rules import CastPolicy, CastRule, CastTable
 from autoamp.runtime.settings import Settings
 from autoamp.stepping import GuardedOptimizers
 
@@ -42,9 +43,11 @@ class PatchedTorch:
         self._compilers = CompilerTables()
         self._registered: list[ops.Target] = []
         # The rules that patched nothing so far: their module is not imported, or has no such name.
-        self._waiting: list[CastRule] = []
+        self._waiting: list[tuple[CastRule, bool]] = []
+        # By their places, the targets of the handle's own rules, and of those inside half models.
+        self._targets: dict[bool, dict[tuple[int, str], ops.Target]] = {False: {}, True: {}}
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
-        self._built: dict[tuple[int, CastPolicy, int], tuple[ops.Target, Any]] = {}
+        self._built: dict[tuple[Any, ...], tuple[ops.Target, Any]] = {}
 
     # -- putting patches in place, and taking them back --
 
@@ -58,21 +61,22 @@ class PatchedTorch:
         casts, program = self._optimizers.casts, self._optimizers.program
         self._settings = settings
         expansion = ops.expand(settings.table)
+        within = ops.expand(settings.half_table or CastTable())
         # A thread that patches while another one restores would take its replacements for torch's own functions.
         with writing:
             casts.open()
             try:
                 with self.patches.all_or_nothing():
                     # Half models cast by themselves, as programs with half models do.
-                    asked = () if settings.casts_models else ops.autocast_functions(casts)
+                    asked = () if settings.half_table is not None else ops.autocast_functions(casts)
                     functions = program.patch(self.patches, (*ops.unlisted_functions(casts), *asked))
                     for original, replacement in functions.values():
                         self._compilers.add(original, replacement)
-                    # One target for each attribute, the last: a registration goes before the lists.
-                    targets = {(id(one.parent), one.attribute): one for one in (*expansion.targets, *registered)}
-                    self._patch_targets(targets.values(), functions)
-                    for rule in expansion.deferred:
-                        self._defer(rule)
+                    # Of several targets for one attribute the last: a registration goes before the lists.
+                    self._patch_targets((*expansion.targets, *registered), within.targets, functions)
+                    for of_half_models, found in enumerate((expansion, within)):
+                        for rule in found.deferred:
+                            self._defer(rule, bool(of_half_models))
                     local = casts.local
                     self._compilers.teach_dynamo(
                         self.patches,
@@ -84,14 +88,15 @@ class PatchedTorch:
                 self._take_back()
                 raise
             self.in_place = True
-        self._registered, self.skipped_rules = list(registered), expansion.skipped
+        self._registered = list(registered)
+        self.skipped_rules = tuple(dict.fromkeys((*expansion.skipped, *within.skipped)))
         program.tell(Subscriber.started)
         log.log(
             # A program that has not set up logging shows warnings alone.
             logging.WARNING if settings.verbose else logging.DEBUG,
             "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
-            settings.dtype, settings.device_type, len(expansion.targets), len(self.patches.late_bound),
-            len(expansion.skipped),
+            settings.dtype, settings.device_type, len(expansion.targets) + len(within.targets),
+            len(self.patches.late_bound), len(self.skipped_rules),
         )  # fmt: skip
 
     def restore(self) -> tuple[str, ...]:
@@ -111,6 +116,7 @@ class PatchedTorch:
         self._compilers.forget()
         self._built.clear()
         self._waiting.clear()
+        self._targets = {False: {}, True: {}}
         return foreign
 
     def patch_anew(self) -> None:
@@ -121,23 +127,41 @@ class PatchedTorch:
 
     def add(self, target: ops.Target) -> None:
         """Patch one more target, now and when torch is patched anew."""
-        self._patch_more([target])
+        self._patch_more([target], of_half_models=False)
         self._registered.append(target)
 
     # -- the rules of the table, and registrations --
 
-    def _patch_more(self, targets: Iterable[ops.Target]) -> None:
+    def _patch_more(self, targets: Iterable[ops.Target], *, of_half_models: bool) -> None:
         with self.patches.all_or_nothing():
-            self._patch_targets(targets, {})
+            own, within = ((), targets) if of_half_models else (targets, ())
+            self._patch_targets(own, within, {})
 
-    def _patch_targets(self, targets: Iterable[ops.Target], functions: dict[int, tuple[Any, Any]]) -> None:
-        """Patch targets, and rebind the names by which other modules hold them or the given functions."""
+    def _patch_targets(
+        self, own: Iterable[ops.Target], within: Iterable[ops.Target], functions: dict[int, tuple[Any, Any]]
+    ) -> None:
+        """Patch targets, and rebind the names by which other modules hold them or the given functions.
+
+        Args:
+            own: The targets of the handle's own rules and of registrations.
+            within: Those of the rules inside half models.
+            functions: By id, other originals with their replacements.
+        """
+        places: dict[tuple[int, str], ops.Target] = {}
+        for of_half_models, targets in enumerate((own, within)):
+            found = {(id(one.parent), one.attribute): one for one in targets}
+            self._targets[bool(of_half_models)] |= found
+            places |= {place: one for place, one in found.items() if one.rule.policy is not CastPolicy.NONE}
         pairs = []
-        for target in targets:
-            if target.rule.policy is not CastPolicy.NONE:
-                replacement = self._replacement(target)
-                self.patches.replace(target.parent, target.attribute, replacement)
-                pairs.append((target, replacement))
+        for place, target in places.items():
+            replacement = None
+            # Inside half models the rules for these act; elsewhere what is built last.
+            for of_half_models in (True, False):
+                found_here = self._targets[of_half_models].get(place)
+                if found_here is not None and found_here.rule.policy is not CastPolicy.NONE:
+                    replacement = self._replacement(found_here, of_half_models, replacement)
+            self.patches.replace(target.parent, target.attribute, replacement)
+            pairs.append((target, replacement))
         if self._settings.rebind:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
             self.patches.rebind({**wanted, **functions}, ops.owns_its_names)
@@ -146,37 +170,37 @@ class PatchedTorch:
         if any(target.parent is torch.Tensor for target, _ in pairs):
             torch_private.forget_compiled_code()
 
-    def _replacement(self, target: ops.Target) -> Any:
+    def _replacement(self, target: ops.Target, of_half_models: bool, elsewhere: Any) -> Any:
+        """Return what stands in for a target's original; ``elsewhere`` is called where its rule does not act."""
         rule, settings = target.rule, self._settings
-        key = (id(target.original), rule.policy, id(target.functional))
+        key = (id(target.original), rule.policy, id(target.functional), of_half_models, id(elsewhere))
         if key not in self._built:
-            if settings.casts_models and rule.origin.shipped:
-                replacement = ops.build_for_half_models(target.original)
-            else:
-                replacement = ops.build_replacement(
-                    target.original, rule.policy, self._optimizers.casts,
-                    module=target.module, qualname=target.qualname, functional=target.functional,
-                    remedy=rule.remedy, allow_banned=settings.allow_banned,
-                )  # fmt: skip
+            replacement = ops.build_replacement(
+                target.original, rule.policy, self._optimizers.casts,
+                module=target.module, qualname=target.qualname, functional=target.functional,
+                remedy=rule.remedy, allow_banned=settings.allow_banned,
+                active=HALF_MODEL if of_half_models else True, elsewhere=elsewhere,
+            )  # fmt: skip
             for layer in self._optimizers.listeners.op_layer:
-                replacement = layer(replacement, target)
+                replacement = layer(replacement, target, of_half_models)
             # With its target, which keeps the objects alive whose ids are in the key.
             self._built[key] = (target, mark(replacement, target.original))
             self._compilers.add(target.original, replacement)
         return self._built[key][1]
 
-    def _defer(self, rule: CastRule) -> None:
+    def _defer(self, rule: CastRule, of_half_models: bool) -> None:
         """Patch a target once its module is imported: any of the packages on the way may be the one."""
-        self._waiting.append(rule)
+        waiting = rule, of_half_models
+        self._waiting.append(waiting)
 
         def imported(_: types.ModuleType) -> None:
-            if rule not in self._waiting:
+            if waiting not in self._waiting:
                 return
             try:
                 found = ops.locate(rule)
                 if found is not None:
-                    self._waiting.remove(rule)
-                    self._patch_more(found)
+                    self._waiting.remove(waiting)
+                    self._patch_more(found, of_half_models=of_half_models)
             except (ListFileError, PatchError) as error:
                 # The import of somebody's package must not fail for a typo in a list.
                 warn_user(f"a rule has no effect: {error}")
@@ -187,11 +211,12 @@ class PatchedTorch:
 
     # -- what the rules do --
 
-    def rule_on(self, original: Any) -> CastRule | None:
+    def rule_on(self, original: Any, *, in_half_models: bool = False) -> CastRule | None:
         """Return the rule by which a function was replaced; None for any other object."""
-        return next((target.rule for target, _ in self._built.values() if target.original is original), None)
+        built = (target for key, (target, _) in self._built.items() if key[3] is in_half_models)
+        return next((target.rule for target in built if target.original is original), None)
 
     def unmatched_rules(self) -> dict[str, str]:
         """Return the ops of the user's lists that were not patched so far, each with a message for the user."""
-        rules = [rule for rule in self._waiting if not rule.origin.shipped]
+        rules = [rule for rule, _ in self._waiting if not rule.origin.shipped]
         return {rule.target: f"{rule.target!r} ({rule.origin}) names nothing that was imported" for rule in rules}

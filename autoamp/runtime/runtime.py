@@ -74,7 +74,7 @@ class Runtime:
         self.optimizers.program.subscribe(
             ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, self.optimizers.listeners),
             self.models,
-            AutocastRegions(self.casts, goes_on=not settings.casts_models),
+            AutocastRegions(self.casts, goes_on=not settings.half_table is not None),
             # Gives a new optimizer its masters before it is guarded.
             OptimizerSteps(self.optimizers),
             # Multiplies the gradients of a backward pass before listeners see them.

@@ -24,7 +24,10 @@ Scope = Literal["global", "modules"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle."""
+    """The arguments of ``init`` after defaults are filled in. Equal settings mean the same handle.
+
+    ``half_table`` has the rules inside the models that `initialize` casts to half; None where it casts none.
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -39,7 +42,7 @@ class Settings:
     capsule: str | Path | None = None
     on_nonfinite: OnNonfinite = "warn"
     opt_level: str | None = None
-    casts_models: bool = False
+    half_table: CastTable | None = None
 
     @classmethod
     def from_arguments(
@@ -72,6 +75,11 @@ class Settings:
         defaults = {field.name: field.default for field in fields(asked)}
         return all(value == defaults[name] or value == getattr(self, name) for name, value in wanted.items())
 
+    @property
+    def rules_in_force(self) -> CastTable:
+        """The handle's own rules; those inside half models where it has none."""
+        return self.half_table if self.half_table is not None and not self.table.rules else self.table
+
     def facts(self) -> dict[str, str]:
         """Return what ranks that train together have to have alike, by name."""
         # trace_overflow: each rank locates its own overflows alone.
@@ -86,7 +94,9 @@ class Settings:
     def rules(self) -> dict[str, str]:
         """Return the policy of each listed op and the precision of each listed module."""
         modules = {f"[modules] {rule.pattern}": rule.precision.value for rule in self.table.modules}
-        return {**{rule.target: rule.policy.value for rule in self.table.rules}, **modules}
+        of_half_models = () if self.half_table is None else self.half_table.rules
+        within = {f"inside half models {rule.target}": rule.policy.value for rule in of_half_models}
+        return {**{rule.target: rule.policy.value for rule in self.table.rules}, **within, **modules}
 
 
 def versions() -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import pytest
 import torch
 
 import autoamp
@@ -24,6 +26,18 @@ def test_the_average_computes_in_half_precision_as_the_model_does() -> None:
     average = torch.optim.swa_utils.AveragedModel(training.model)
     assert next(average.parameters()).dtype == torch.float32
     assert average(torch.ones(1, 4)).dtype == training.model(torch.ones(1, 4)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_an_average_that_half_precision_rounds_is_told_when_it_is_made(level: str) -> None:
+    model = torch.nn.Linear(8, 2)
+    autoamp.initialize(model, opt_level=level, device_type="cpu", dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"average of Linear in half precision.*docs/howto/ema.md"):
+        torch.optim.swa_utils.AveragedModel(model)
+    autoamp.initialize(model, opt_level="O1", device_type="cpu", dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.optim.swa_utils.AveragedModel(model)
 
 
 def test_at_O2_the_state_dict_has_changes_that_half_precision_rounds_away() -> None:

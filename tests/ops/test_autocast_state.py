@@ -115,7 +115,7 @@ EAGER = {
 
 
 def expected_of(how: str, handle: autoamp.Handle) -> tuple[bool, Any]:
-    """Return what a module is told: with ``scope="modules"`` a disabled region around its call is the program's switch."""
+    """Return what a module is told. In ``scope="modules"`` a disabled region around its call is the program's switch."""
     return EAGER["plain" if how == "region off" and handle.settings.scope == "modules" else how]
 
 
@@ -165,11 +165,9 @@ def test_what_compiled_code_is_told(handle: autoamp.Handle, x: Tensor, backend: 
     ways = ["plain", "override", "disable_casts", "region off", "plain", "torch.autocast"]
     for how in ways:
         call(how, handle, compiled, x)
-    if handle.settings.scope == "modules":
-        # The graph of the first call serves again.
-        ways.remove("region off")
-    answers = [heard[:1] if how == "region off" else heard[:2] for how, heard in zip(ways, model.heard, strict=True)]
-    assert answers == [EAGER[how][:1] if how == "region off" else EAGER[how] for how in ways]
+    expected = [expected_of(how, handle) for how in ways]
+    answers = [heard[: 1 + (dtype is not None)] for heard, (_, dtype) in zip(model.heard, expected, strict=True)]
+    assert answers == [(is_on, *((dtype,) if dtype is not None else ())) for is_on, dtype in expected]
     model = Asks(off)
     torch.compile(model, backend=backend, fullgraph=True)(x)
     assert (model.heard[0][0], model.dtypes) == (False, [torch.float32])

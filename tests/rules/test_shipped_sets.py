@@ -9,15 +9,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from autoamp.ops.list_checks import autocast_policies
 
 import autoamp
-from autoamp.ops.list_checks import autocast_policies
 from autoamp.rules import shipped_sets, shipped_table
 from tests.rules._shared import load, policies, shipped_data, shipped_file
 
 
 def test_the_shipped_sets_are_these() -> None:
-    assert shipped_sets() == ("apex", "bf16", "default")
+    assert shipped_sets() == ("apex", "bf16", "default", "o2")
 
 
 @pytest.mark.parametrize("name", ["apex", "bf16"])
