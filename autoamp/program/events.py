@@ -56,6 +56,9 @@ class Subscriber:
     def around_export(self, export: Function) -> Function:
         """A function of torch that makes a graph of a model: ``torch.jit.trace``, ``torch.onnx.export`` and others."""
 
+    def runs_later(self, function: Function) -> Function:
+        """A function is to run in a backward pass, for a checkpoint, or in another thread. Returns the one to run."""
+
     # -- autocast --
 
     def autocast_entered(self, region: torch.autocast) -> None:

@@ -115,7 +115,7 @@ EAGER = {
 
 
 def expected_of(how: str, handle: autoamp.Handle) -> tuple[bool, Any]:
-    """Return what a module is told. In ``scope="modules"`` a disabled region around its call is the program's switch."""
+    """Return what a module is told. With ``scope="modules"`` a disabled region around it is a switch."""
     return EAGER["plain" if how == "region off" and handle.settings.scope == "modules" else how]
 
 
