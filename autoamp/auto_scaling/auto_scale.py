@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.auto_scaling.backward_pass import OurHook, ScaledPass, can_begin_at, reached_by, scaled_gradients
@@ -218,7 +219,7 @@ class AutoScale(Subscriber):
             params = guard.grads.params()
             for param in params:
                 owners.setdefault(id(param), []).append(guard)
-            if any(map(is_sharded, params)):
+            if any(type(param) is not Parameter and is_sharded(param) for param in params):
                 sharded.append(guard)
         leaves, nodes = reached_by(roots, inputs)
         shared = several_processes()

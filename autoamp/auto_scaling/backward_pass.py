@@ -22,6 +22,9 @@ from autoamp.scaling import LossScaler, true_gradient
 from autoamp.stepping import OverflowCheck, StepGuard
 from autoamp.tensors import HALF_DTYPES
 
+# Torch's own, which is not told of hooks.
+_REGISTER_HOOK: Any = Tensor.register_hook
+
 
 class PassCheck(OverflowCheck):
     """The check of a backward pass. As long as nobody has read it, it goes by all gradients that have arrived.
@@ -102,16 +105,17 @@ class ScaledPass:
             if tensor.grad_fn is not None:
                 # It is among the retained ones then: `AutoScale.grad_retained` is told.
                 tensor.retain_grad()
-            elif not self.knows(tensor) and not (within and self._passes_on(tensor)):
+            elif id(tensor) not in self._arrivals and not (within and self._passes_on(tensor)):
                 leaves.append(tensor)
         inner = [one for one in list(self.retained) if one.grad_fn in nodes and id(one) not in self._inner]
+        # Made here, where the streams of all that runs wait for what this one does.
         for tensor in (*leaves, *inner):
-            # Made here, where the streams of all that runs wait for what this one does.
-            self._flag(tensor)
+            if tensor not in self._flags:
+                self._new_flag(tensor)
             self._factor(tensor.device)
         for leaf in leaves:
             hook = register_first(leaf, OurHook(self._arrived, leaf))
-            self._arrivals[id(leaf)] = leaf, hook, self._adds_to_checked(leaf)
+            self._arrivals[id(leaf)] = leaf, hook, leaf.grad is None or self._adds_to_checked(leaf)
         self._inner.update({id(tensor): _InnerGradient(self, tensor) for tensor in inner})
         for guard in dict.fromkeys(guard for leaf in leaves for guard in self.owners.get(id(leaf), ())):
             self.concern(guard)
@@ -123,9 +127,7 @@ class ScaledPass:
         return self._passed_on.get(id(leaf)) is leaf
 
     def _adds_to_checked(self, leaf: Tensor) -> bool:
-        """Whether a finite gradient that arrives leaves a finite one: there is none yet, or one that was checked."""
-        if leaf.grad is None:
-            return True
+        """Whether a finite gradient that is added to that of a leaf leaves a finite one: it was checked."""
         # A sum of finite halves may be inf.
         return leaf.dtype not in HALF_DTYPES and not any(
             guard.grads.checked.unchecked([leaf]) for guard in self.owners.get(id(leaf), ())
@@ -136,13 +138,15 @@ class ScaledPass:
         if self._check not in guard.grads.checks:
             guard.grads.expect(self._check)
 
+    def _new_flag(self, tensor: Tensor) -> Tensor:
+        flag = self._flags[tensor] = self._blank(tensor.device)
+        self.flags.append(flag)
+        return flag
+
     def _flag(self, tensor: Tensor) -> Tensor:
         """Return the flag of a tensor, a new one where there is none."""
-        if tensor not in self._flags:
-            self._flags[tensor] = self._blank(tensor.device)
-            self.flags.append(self._flags[tensor])
-        flag: Tensor = self._flags[tensor]
-        return flag
+        flag: Tensor | None = self._flags.get(tensor)
+        return self._new_flag(tensor) if flag is None else flag
 
     def cleared(self) -> list[Tensor]:
         """Return the tensors that live and whose gradients became 0, as they overflowed. Waits for the device."""
@@ -154,14 +158,15 @@ class ScaledPass:
 
     def _arrived(self, leaf: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Return the true gradient for a scaled one that arrives at a leaf, before all other hooks of the leaf."""
-        if gradient is None or not self.is_now():
+        if gradient is None or self.now() is not self:
             return None
         check = self._check
         if check.overflowed is not None:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
-            self._check = PassCheck(check.scaler, self, earlier=check)
+            check = self._check = PassCheck(check.scaler, self, earlier=check)
         for guard in self.owners.get(id(leaf), ()):
-            self.concern(guard)
+            if check not in guard.grads.checks:
+                self.concern(guard)
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
@@ -189,12 +194,15 @@ class ScaledPass:
             if leaf.grad is not None:
                 # Not in place: it may share memory with what went back into the pass.
                 leaf.grad = self.true(leaf, leaf.grad)
+        sure: dict[StepGuard, list[Tensor]] = {}
         for leaf, hook, is_sure in self._arrivals.values():
             hook.remove()
             # A hook of the program may return or write another gradient than the one that arrived.
             if is_sure and not leaf._backward_hooks and not leaf._post_accumulate_grad_hooks:
                 for guard in self.owners.get(id(leaf), ()):
-                    guard.grads.checked.note([leaf])
+                    sure.setdefault(guard, []).append(leaf)
+        for guard, leaves in sure.items():
+            guard.grads.checked.note(leaves)
         self._passed_on.clear()
         # The guards have the check, and the check has this pass: no cycle stays.
         self._arrivals, self._inner, self.owners = {}, {}, {}
@@ -207,7 +215,7 @@ class OurHook(functools.partial[Any]):
 
 def register_first(tensor: Tensor, hook: OurHook) -> Any:
     """Register a hook that is called before all others of a tensor. Returns its handle."""
-    registered = tensor.register_hook(hook)
+    registered = _REGISTER_HOOK(tensor, hook)
     hooks: Any = tensor._backward_hooks
     if len(hooks) > 1:
         # The engine goes by the order of a plain dict, which is not that of move_to_end().

@@ -61,7 +61,7 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
     """
 
     def get_fastpath_enabled() -> bool:
-        is_off = casts.on_by_default and casts.local.mode.on is False
+        is_off = casts.local.mode.on is False and casts.on_by_default
         return original() if is_off or casts.cache.pins else False
 
     return get_fastpath_enabled

@@ -25,6 +25,8 @@ from autoamp.torch_private import unscale_and_check_
 
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
 _Name = TypeVar("_Name")
+# Torch's own, which casts no value.
+_MASKED_FILL: Any = torch.Tensor.masked_fill_
 
 Mark = tuple[TensorWeakRef, int | None]
 _UNKNOWN: tuple[Any, None] = None, None
@@ -141,7 +143,7 @@ def true_gradient(
     Raises:
         UsageError: A gradient of a dtype that cannot be unscaled.
     """
-    if is_sharded(gradient):
+    if type(gradient) is not torch.Tensor and is_sharded(gradient):
         # This rank's part. Inf and nan stay.
         result = gradient * inv_scale
         unscale_and_check_([local_of(result).clone()], found, torch.ones_like(factor))
@@ -161,7 +163,7 @@ def true_gradient(
     unscale_and_check_([values], found, factor)
     if clean:
         # The flag has shape (1,). A gradient without dimensions needs one without.
-        values.masked_fill_(found.reshape(()) != 0, 0.0)
+        _MASKED_FILL(values, found.reshape(()) != 0, 0.0)
     return result
 
 
@@ -179,7 +181,8 @@ def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
         new = tensor
         if tensor.dtype in HALF_DTYPES and tensor.layout is torch.strided:
             new = torch.empty_like(tensor, dtype=torch.float32)
-            copies.append((local_of(new), local_of(tensor)))
+            is_plain = type(tensor) in _PLAIN
+            copies.append((new, tensor) if is_plain else (local_of(new), local_of(tensor)))
         elif tensor.dtype in HALF_DTYPES:
             new = tensor.float()
         wide.append(new)

@@ -29,13 +29,14 @@ class Link:
 
     Attributes:
         master: The fp32 tensor.
+        shared: A weak reference to the gradient that both have had; None for none.
         half_state: The state of the half parameter when the two last agreed.
         master_state: The state of the master then.
         equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
         stepped: Whether the master is authoritative, which it is from the first step on.
     """
 
-    __slots__ = ("_shared", "_shared_version", "equal_by", "half_state", "master", "master_state", "stepped")
+    __slots__ = ("_shared_version", "equal_by", "half_state", "master", "master_state", "shared", "stepped")
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
@@ -48,8 +49,12 @@ class Link:
 
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
-        self._shared = None if grad is None else TensorWeakRef(grad)
-        self._shared_version = None if grad is None else version_of(grad)
+        self.shared = None if grad is None else TensorWeakRef(grad)
+        # Written out for plain tensors: this runs for each parameter of each step.
+        if type(grad) is Tensor and not grad.is_inference():
+            self._shared_version: int | None = grad._version
+        else:
+            self._shared_version = None if grad is None else version_of(grad)
 
     def wrote_to(self, grad: Tensor) -> bool:
         """Whether torch reports a write to the gradient that both have had."""
@@ -57,9 +62,9 @@ class Link:
 
     def shares(self, grad: Tensor | None) -> bool:
         """Whether a gradient of either of the two is the one that `share` was called with last."""
-        if grad is None or self._shared is None:
-            return grad is None and self._shared is None
-        return self._shared() is grad
+        if grad is None or self.shared is None:
+            return grad is None and self.shared is None
+        return self.shared() is grad
 
     def read(self, half: Tensor, *, whole: bool) -> None:
         """Set the master to the half parameter.
@@ -198,7 +203,10 @@ def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:
     if not pairs:
         return
     try:
-        torch._foreach_copy_([local_of(half) for half, _ in pairs], [local_of(link.master) for _, link in pairs])
+        halves, masters = [half for half, _ in pairs], [link.master for _, link in pairs]
+        if not _PLAIN.issuperset(map(type, (*halves, *masters))):
+            halves, masters = list(map(local_of, halves)), list(map(local_of, masters))
+        torch._foreach_copy_(halves, masters)
     except RuntimeError:
         for half, link in pairs:
             check_shapes(half, link.master)

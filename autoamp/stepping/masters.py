@@ -134,7 +134,8 @@ class MasterWeights:
                 master.requires_grad_(half.requires_grad)
                 self._hook(half, link)
             wide = master.grad
-            if grad is wide and link.shares(grad):
+            if grad is wide and (link.shared is None if grad is None else link.shared and link.shared() is grad):
+                # `Link.shares` written out: this is asked of each parameter several times in each step.
                 continue
             if link.shares(grad) or (grad is None and not new_pass and not link.shares(wide)):
                 _share(half, link, _unless_zeroed(link, grad, wide) if new_pass else wide)
