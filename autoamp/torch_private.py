@@ -293,14 +293,15 @@ def disable_in_dynamo(function: T) -> T:
     return function
 
 
+def trace_instead(function: T, traced: Callable[..., Any]) -> T:
+    """Let Dynamo trace ``traced`` in place of a function, and return that."""
+    function._torchdynamo_inline = traced  # type: ignore[attr-defined]
+    return function
+
+
 def trace_as(traced: Callable[..., Any]) -> Callable[[T], T]:
     """Return a decorator that lets Dynamo trace ``traced`` in place of a function."""
-
-    def decorate(function: T) -> T:
-        function._torchdynamo_inline = traced  # type: ignore[attr-defined]
-        return function
-
-    return decorate
+    return lambda function: trace_instead(function, traced)
 
 
 REGION_OF_GRAPH: Any = _find("torch.amp.autocast_mode._UnmanagedAutocast", ())

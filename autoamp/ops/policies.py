@@ -28,7 +28,7 @@ from autoamp.ops.writes import build_inplace, build_mutating, into_out, mutation
 from autoamp.patching import imitate, mark, traceable_method
 from autoamp.rules import CastPolicy
 from autoamp.tensors import HALF_DTYPES, iter_tensors
-from autoamp.torch_private import start_no_graph, trace_as, traced_in_place_of
+from autoamp.torch_private import start_no_graph, trace_instead, traced_in_place_of
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Torch's own, whatever stands in its place while replacements are built.
@@ -101,8 +101,10 @@ def build_replacement(
         CastPolicy.FP16: casts.args_to_half,
         CastPolicy.FP32: casts.args_to_fp32,
         CastPolicy.PROMOTE: casts.promote_args,
-        CastPolicy.BANNED: _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned),
     }.get(policy)
+    if policy is CastPolicy.BANNED:
+        cast_args = _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned)
+    mutation = mutation_of(original)
     # fp32 is a promise on the whole of a composite function, whatever its body calls.
     is_builtin, wide = isinstance(original, _BUILTINS), policy in (CastPolicy.FP32, CastPolicy.BANNED)
     off_within = wide and functional is None and not is_builtin
@@ -110,7 +112,7 @@ def build_replacement(
     def build(call: Any, functional: Any, local: Any, off_within: bool, elsewhere: Any) -> Callable[..., Any]:
         if policy in FALLBACKS:
             return _build_fallback(original, elsewhere or call, policy, casts, functional, local, active)
-        special_case = _special_case(original, call, policy, cast_args, casts, functional)
+        special_case = _special_case(original, call, policy, cast_args, casts, functional, mutation)
         to_half = policy is CastPolicy.FP16
         return _cast_and_call(call, cast_args, casts, special_case, to_half, off_within, local, active, elsewhere)
 
@@ -121,8 +123,9 @@ def build_replacement(
     if policy is CastPolicy.BANNED and isinstance(original, types.FunctionType) and original in TAKE_PROBABILITIES:
         watched = watch_sigmoids(original, casts, f"{module}.{qualname}", remedy)
     traced_elsewhere = None if elsewhere is None else traced_in_place_of(elsewhere)
-    traced = mark(build(call, traceable_method(functional), casts.local.traced, False, traced_elsewhere), original)
-    replacement = trace_as(traced)(build(watched, functional, casts.local, off_within, elsewhere))
+    out_of_place = None if functional is None else traceable_method(functional)
+    traced = mark(build(call, out_of_place, casts.local.traced, False, traced_elsewhere), original)
+    replacement = trace_instead(build(watched, functional, casts.local, off_within, elsewhere), traced)
     replacement = imitate(replacement, original, module, qualname)
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
@@ -206,15 +209,17 @@ def _cast_and_call(
                 else:
                     own_mode["on"] = before
 
-    when_off = casts.when_off(original, replacement, local) if elsewhere is None else elsewhere
+    when_off = elsewhere
+    if elsewhere is None:
+        when_off = casts.when_off(original, replacement, local) if casts.in_modules else original
     return replacement
 
 
 def _special_case(
-    original: Any, call: Any, policy: CastPolicy, cast_args: CastArgs, casts: CastState, functional: Any
+    original: Any, call: Any, policy: CastPolicy, cast_args: CastArgs, casts: CastState, functional: Any, mutation: Any
 ) -> SpecialCase | None:
     """Return the way of an op that needs more than its policy says; None for any other. It calls ``call``."""
-    to_half, mutation, on_cuda = policy is CastPolicy.FP16, mutation_of(original), casts.device_type == "cuda"
+    to_half, on_cuda = policy is CastPolicy.FP16, casts.device_type == "cuda"
     if functional is not None:
         return build_inplace(call, functional, cast_args)
     if mutation is not None:

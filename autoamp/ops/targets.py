@@ -53,6 +53,15 @@ class Target:
         return f"{owner.__qualname__}.{self.attribute}"
 
     @property
+    def names(self) -> tuple[str, str]:
+        """Its `module` and its `qualname`."""
+        if type(self.parent) is types.ModuleType:
+            return self.parent.__name__, self.attribute
+        if isinstance(self.parent, type):
+            return self.parent.__module__, f"{self.parent.__qualname__}.{self.attribute}"
+        return self.module, self.qualname
+
+    @property
     def name(self) -> str:
         """The dotted name of the target."""
         return f"{self.module}.{self.qualname}"
@@ -72,6 +81,8 @@ class Expansion:
     deferred: tuple[CastRule, ...]
     skipped: tuple[CastRule, ...]
 
+
+_BUILTINS = frozenset({types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType})
 
 _NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch.linalg, torch.special, torch.fft)
 """The public namespaces of torch in which a bare name is looked up."""
@@ -135,7 +146,7 @@ def expand(table: CastTable) -> Expansion:
                 fail(rule.origin, f"unknown op {rule.target!r} under {rule.policy.value}; {remedy}")
             # A rule to leave an op alone needs no report where torch lacks the op.
             skipped += [rule] if rule.policy is not CastPolicy.NONE else []
-        elif rule.policy is not CastPolicy.NONE or not patched.isdisjoint(_names(rule.target)):
+        elif rule.policy is not CastPolicy.NONE or (patched and not patched.isdisjoint(_names(rule.target))):
             found = _spellings(rule, spaces)
         if found is None:
             deferred.append(rule)
@@ -202,7 +213,8 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> list
         spaces: torch's public namespaces, each with what it has by name.
     """
     found: list[Target] = []
-    for name in _names(rule.target):
+    names = _names(rule.target)
+    for name in names:
         in_place, in_torch = name != rule.target, None
         if in_place and rule.policy is CastPolicy.FP16:
             # A product in place has the dtype of the tensor that it writes to, as under autocast: it is not cast to
@@ -210,7 +222,8 @@ def _spellings(rule: CastRule, spaces: list[tuple[Any, dict[str, Any]]]) -> list
             rule = replace(rule, policy=CastPolicy.PROMOTE)
         for namespace, values in spaces:
             original = values.get(name)
-            if original is None or (original := _function(original)) is None:
+            # `_function` written out for builtins, as most are.
+            if original is None or (type(original) not in _BUILTINS and (original := _function(original)) is None):
                 continue
             functional = _functional(values, name) if name[-1] == "_" else None
             if namespace is torch:
@@ -240,6 +253,7 @@ def _functional(values: dict[str, Any], name: str) -> Any:
     return _function(values.get(name[:-1])) if name.endswith("_") and not name.endswith("__") else None
 
 
+@functools.cache
 def _names(bare: str) -> tuple[str, str]:
     """Return the names that a rule on a bare name covers: ``add`` and ``add_``, ``__add__`` and ``__iadd__``."""
     return bare, f"__i{bare[2:]}" if bare.startswith("__") else f"{bare}_"

@@ -112,6 +112,7 @@ class Patch:
         previous: What ``vars(parent)`` has under that name once the patch is restored; a sentinel for nothing, where
             the attribute is inherited.
         rebinds: Whether it is a name of another module, by `PatchSet.rebind`.
+        mark: The note on the replacement, if it bears one.
     """
 
     parent: Any
@@ -119,6 +120,7 @@ class Patch:
     replacement: Any
     previous: Any
     rebinds: bool = False
+    mark: _Mark | None = None
 
     @classmethod
     def from_attribute(cls, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> Patch:
@@ -128,7 +130,7 @@ class Patch:
         except TypeError as error:
             raise PatchError(f"{type(parent).__name__}.{attribute} cannot be replaced: {error}") from error
         if type(found) not in _MARKED_TYPES:
-            return cls(parent, attribute, replacement, previous, rebinds)
+            return cls(parent, attribute, replacement, previous, rebinds, mark_of(replacement))
         # What is below the replacements whose sets were restored.
         while (marked := mark_of(previous)) is not None and not marked.alive:
             previous = marked.original
@@ -136,7 +138,7 @@ class Patch:
         # attribute.
         if previous is not found and _inherited(parent, attribute) is previous:
             previous = _ABSENT
-        return cls(parent, attribute, replacement, previous, rebinds)
+        return cls(parent, attribute, replacement, previous, rebinds, mark_of(replacement))
 
     @property
     def name(self) -> str:
@@ -148,7 +150,11 @@ class Patch:
         try:
             wrapt.apply_patch(self.parent, self.attribute, self.replacement)
         except (AttributeError, TypeError) as error:
-            raise PatchError(f"{self.name} cannot be replaced: {error}") from error
+            raise self.refused(error) from error
+
+    def refused(self, error: Exception) -> PatchError:
+        """Return the error of an attribute that cannot be written."""
+        return PatchError(f"{self.name} cannot be replaced: {error}")
 
     def restore(self) -> bool:
         """Put back what was there. Return False, and change nothing, where the attribute has another value by now."""
@@ -211,11 +217,14 @@ class PatchSet:
     def replace(self, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> None:
         """Apply one patch and remember it. PatchError where the attribute cannot be written."""
         patch = Patch.from_attribute(parent, attribute, replacement, rebinds)
-        patch.apply()
+        # `Patch.apply` written out: hundreds are put in place at once.
+        try:
+            wrapt.apply_patch(parent, attribute, replacement)
+        except (AttributeError, TypeError) as error:
+            raise patch.refused(error) from error
         self._patches.append(patch)
-        found = mark_of(replacement)
-        if found is not None:
-            found.alive = True
+        if patch.mark is not None:
+            patch.mark.alive = True
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -259,18 +268,18 @@ class PatchSet:
 
     def _take_back(self, count: int) -> tuple[str, ...]:
         """Restore all patches but the first ``count``; return the names that could not be."""
-        taken, foreign = [], []
+        taken: list[Patch] = []
+        foreign = []
         while len(self._patches) > count:
             patch = self._patches.pop()
-            taken.append(patch.replacement)
+            taken.append(patch)
             if not patch.restore():
                 foreign.append(patch.name)
         # One replacement may stand in several places, of which some stay.
         in_place = {id(patch.replacement) for patch in self}
-        for replacement in taken:
-            found = mark_of(replacement)
-            if found is not None and id(replacement) not in in_place:
-                found.alive = False
+        for one in taken:
+            if one.mark is not None and id(one.replacement) not in in_place:
+                one.mark.alive = False
         return tuple(dict.fromkeys(foreign))
 
     def when_imported(self, module_name: str, callback: Callable[[types.ModuleType], None]) -> None:

@@ -91,7 +91,8 @@ class Program:
         if point.event is Subscriber.optimizer_made and self._steps is not None:
             # Told to `_class_made`.
             return True
-        return any(one.is_listening for one in self.subscribers if _overrides(one, point.event.__name__))
+        hears: list[Any] = self._hears[point.event.__name__]
+        return any(hear.__self__.is_listening for hear in hears)
 
     def _hear(self, point: Point, patches: PatchSet) -> dict[int, tuple[Any, Any]]:
         hears = self._hears[point.event.__name__]

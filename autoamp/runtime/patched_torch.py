@@ -47,6 +47,8 @@ class PatchedTorch:
         # By their places, the targets of the handle's own rules, and of those inside half models.
         self._targets: dict[bool, dict[tuple[int, str], ops.Target]] = {False: {}, True: {}}
         # One replacement for each original, policy and in-place form, so that aliases stay the same object.
+        # The target by which a replacement of a builtin was named.
+        self._named: dict[int, ops.Target] = {}
         self._built: dict[tuple[Any, ...], tuple[ops.Target, Any]] = {}
 
     # -- putting patches in place, and taking them back --
@@ -115,6 +117,7 @@ class PatchedTorch:
         foreign = self.patches.restore()
         self._compilers.forget()
         self._built.clear()
+        self._named.clear()
         self._waiting.clear()
         self._targets = {False: {}, True: {}}
         return foreign
@@ -166,7 +169,9 @@ class PatchedTorch:
             wanted = {id(target.original): (target.original, replacement) for target, replacement in pairs}
             self.patches.rebind({**wanted, **functions}, ops.owns_its_names)
         for target, replacement in pairs:
-            name_by(replacement, target.module, target.qualname)
+            # A builtin's was named by the first of its targets.
+            if self._named.get(id(replacement)) is not target:
+                name_by(replacement, *target.names)
         if any(target.parent is torch.Tensor for target, _ in pairs):
             torch_private.forget_compiled_code()
 
@@ -175,16 +180,19 @@ class PatchedTorch:
         rule, settings = target.rule, self._settings
         key = (id(target.original), rule.policy, id(target.functional), of_half_models, id(elsewhere))
         if key not in self._built:
+            module, qualname = target.names
             replacement = ops.build_replacement(
                 target.original, rule.policy, self._optimizers.casts,
-                module=target.module, qualname=target.qualname, functional=target.functional,
+                module=module, qualname=qualname, functional=target.functional,
                 remedy=rule.remedy, allow_banned=settings.allow_banned,
                 active=HALF_MODEL if of_half_models else True, elsewhere=elsewhere,
             )  # fmt: skip
             for layer in self._optimizers.listeners.op_layer:
-                replacement = layer(replacement, target, of_half_models)
+                replacement = mark(layer(replacement, target, of_half_models), target.original)
             # With its target, which keeps the objects alive whose ids are in the key.
-            self._built[key] = (target, mark(replacement, target.original))
+            self._built[key] = (target, replacement)
+            if not isinstance(target.original, types.FunctionType):
+                self._named[id(replacement)] = target
             self._compilers.add(target.original, replacement)
         return self._built[key][1]
 
