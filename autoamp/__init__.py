@@ -14,10 +14,18 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from autoamp import moved
+
 __version__ = "0.2.0"
 
+moved.install()
+
 if TYPE_CHECKING:
-    from autoamp import parallel as parallel
+    from autoamp import apex as compat  # noqa: F401
+    from autoamp.apex import fp16_utils as fp16_utils
+    from autoamp.apex import optimizers as optimizers
+    from autoamp.apex import parallel as parallel
+    from autoamp.apex.normalization import fused_layer_norm as normalization  # noqa: F401
     from autoamp.exports import *
 else:
 
@@ -34,4 +42,5 @@ else:
         raise AttributeError(f"module 'autoamp' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        packages = ("compat", "fp16_utils", "normalization", "optimizers", "parallel")
+        return sorted({*globals(), *packages, *__getattr__("__all__")})

@@ -42,9 +42,10 @@ def test_a_saved_object_loads_and_is_saved_again(name: str) -> None:
     ("name", "home"),
     [
         ("DynamicLossScaler", "autoamp.scaling"), ("StaticLossScaler", "autoamp.scaling"),
-        ("fp16_utils.LossScaler", "autoamp.fp16_utils"), ("fp16_utils.DynamicLossScaler", "autoamp.fp16_utils"),
-        ("network_to_half", "autoamp.fp16_utils"), ("FP16Model", "autoamp.fp16_utils"),
-        ("FusedLayerNorm", "autoamp.normalization"),
+        ("fp16_utils.LossScaler", "autoamp.apex.fp16_utils"),
+        ("fp16_utils.DynamicLossScaler", "autoamp.apex.fp16_utils"),
+        ("network_to_half", "autoamp.apex.fp16_utils"), ("FP16Model", "autoamp.apex.fp16_utils"),
+        ("FusedLayerNorm", "autoamp.apex.normalization.fused_layer_norm"),
     ],
 )  # fmt: skip
 def test_new_pickles_name_public_places(name: str, home: str) -> None:
@@ -76,7 +77,7 @@ def test_a_checkpoint_of_a_level_loads(level: str) -> None:
 
 @pytest.mark.parametrize("name", ["FP16_Optimizer", "early FP16_Optimizer"])
 def test_a_checkpoint_of_an_fp16_optimizer_loads(name: str) -> None:
-    from autoamp.compat.early.optimizers import FP16_Optimizer as EarlyFP16Optimizer
+    from autoamp.apex.early.optimizers import FP16_Optimizer as EarlyFP16Optimizer
 
     saved = loaded(name)
     model = torch.nn.Linear(2, 2).half()

@@ -12,16 +12,16 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import autoamp.optimizers
 import pytest
 import torch
 import torch.nn.functional as F
+from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import autoamp
-import autoamp.optimizers
-from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle, runtime_of
 from autoamp.scaling import UnreadFlags
 from tests.states import differences

@@ -1,0 +1,3 @@
+"""The tree's `apex.RNN.RNNBackend`."""
+
+from autoamp.apex.layers.rnn import bidirectionalRNN, stackedRNN

@@ -1,0 +1,3 @@
+"""The tree's `apex.RNN`."""
+
+from autoamp.apex.layers.rnn import GRU, LSTM, ReLU, Tanh, mLSTM

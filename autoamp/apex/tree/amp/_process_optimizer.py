@@ -1,0 +1,3 @@
+"""The tree's `apex.amp._process_optimizer`."""
+
+from autoamp.apex.amp.state import AmpStash as AmpOptimizerState

@@ -1,0 +1,3 @@
+"""The tree's `apex.amp.compat`."""
+
+from autoamp.apex.amp.utils import filter_attrs

@@ -1,0 +1,3 @@
+"""The tree's `apex.amp.opt`."""
+
+from autoamp.apex.amp.utils import OptimWrapper

@@ -1,0 +1,3 @@
+"""The tree's `apex.amp.scaler`."""
+
+from autoamp.apex.amp.scaler import LossScaler

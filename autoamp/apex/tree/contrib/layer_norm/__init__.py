@@ -1,0 +1,3 @@
+"""The tree's `apex.contrib.layer_norm`."""
+
+from autoamp.apex.layers.contrib import FastLayerNorm

@@ -1,0 +1,3 @@
+"""The tree's `apex.contrib.optimizers.fp16_optimizer`."""
+
+from autoamp.apex.early.optimizers import FP16_Optimizer

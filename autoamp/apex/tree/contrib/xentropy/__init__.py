@@ -1,0 +1,3 @@
+"""The tree's `apex.contrib.xentropy`."""
+
+from autoamp.apex.layers.contrib import SoftmaxCrossEntropyLoss

@@ -1,0 +1,3 @@
+"""The tree's `apex.mlp`."""
+
+from autoamp.apex.layers.mlp import MLP

@@ -1,0 +1,3 @@
+"""The tree's `apex.optimizers.fused_adagrad`."""
+
+from autoamp.apex.optimizers import FusedAdagrad

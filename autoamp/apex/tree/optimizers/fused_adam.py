@@ -1,0 +1,3 @@
+"""The tree's `apex.optimizers.fused_adam`."""
+
+from autoamp.apex.early.optimizers import FusedAdam

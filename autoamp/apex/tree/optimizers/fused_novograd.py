@@ -1,0 +1,3 @@
+"""The tree's `apex.optimizers.fused_novograd`."""
+
+from autoamp.apex.optimizers import FusedNovoGrad

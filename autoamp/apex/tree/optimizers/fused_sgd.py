@@ -1,0 +1,3 @@
+"""The tree's `apex.optimizers.fused_sgd`."""
+
+from autoamp.apex.optimizers import FusedSGD

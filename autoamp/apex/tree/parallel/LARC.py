@@ -1,0 +1,3 @@
+"""The tree's `apex.parallel.LARC`."""
+
+from autoamp.apex.parallel import LARC

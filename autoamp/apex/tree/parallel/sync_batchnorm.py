@@ -1,0 +1,3 @@
+"""The tree's `apex.parallel.sync_batchnorm`."""
+
+from autoamp.apex.parallel import SyncBatchNorm

@@ -1,0 +1,3 @@
+"""The tree's `apex.reparameterization.weight_norm`."""
+
+from autoamp.apex.layers.weight_norm import WeightNorm
