@@ -26,6 +26,7 @@ import torch
 from autoamp.apex.levels import LevelName, check_level
 from autoamp.apex.missing import missing_names, remedy_for
 from autoamp.errors import UsageError
+from autoamp.moved import SameModule, same_as
 from autoamp.runtime import OnNonfinite, Settings
 
 # Of the last Apex that had `apex.amp`.
@@ -33,8 +34,10 @@ APEX_VERSION = "0.1"
 
 _HERE = Path(__file__).parent
 _TOP_LEVEL = ("apex", "amp_C", "apex_C")
-# Imported by their own names alone, as in Apex. Of the last one ``python -m`` would warn that it was imported already.
-_LATER = ("apex.contrib", "apex.fused_dense", "apex.mlp", "apex.parallel.multiproc")
+# ``python -m`` would warn that it was imported already.
+_LATER = ("apex.parallel.multiproc",)
+# A package of ours that Apex does not have, and one that it has beside `apex`.
+_NOT_IN_APEX = ("amp_C", "fastai1")
 _REMEDY = "autoamp: a module of the installed apex cannot be imported here. Build apex for this torch"
 _HIDE = f"{_REMEDY}, or hide it: autoamp run --shadow-apex, or install_as_apex(shadow=True)"
 
@@ -130,16 +133,16 @@ class _ApexFinder(importlib.abc.MetaPathFinder):
 
 
 def _our_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    top, *names = fullname.split(".")
-    below = _HERE.joinpath("tree" if top == "apex" else top, *names)
-    for file in (below / "__init__.py", below.with_suffix(".py")):
-        if file.is_file():
-            where = [str(below)] if file.parent == below else None
-            loader = _OurLoader(fullname, str(file))
-            return importlib.util.spec_from_file_location(
-                fullname, file, loader=loader, submodule_search_locations=where
-            )
-    return None
+    below = _HERE.joinpath(*fullname.removeprefix("apex.").split(".")) if fullname != "apex" else _HERE
+    if not ((below / "__init__.py").is_file() or below.with_suffix(".py").is_file()):
+        return None
+    spec = importlib.util.find_spec(_our_name(fullname))
+    return None if spec is None else same_as(fullname, spec, _OurLoader(spec))
+
+
+def _our_name(fullname: str) -> str:
+    """Return the name of the module here that is to be found by a name of Apex."""
+    return f"autoamp.{fullname}" if fullname.partition(".")[0] == "apex" else f"autoamp.apex.{fullname}"
 
 
 class _RealLoader(importlib.abc.Loader):
@@ -171,20 +174,23 @@ class _RealLoader(importlib.abc.Loader):
             _import_added()
 
 
-class _OurLoader(importlib.machinery.SourceFileLoader):
-    """Imports a file of ours; the names that it lacks are told with what to use instead."""
+class _OurLoader(SameModule):
+    """Gives a module of ours itself, and what is below it; names that it lacks are told with what to use."""
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give the module its ``__getattr__``, import the modules of a package, and run its file.
-
-        What the file of a package names goes before a module of the same name, such as `apex.parallel.LARC`.
-        """
-        module.__getattr__ = missing_names(module.__name__)  # type: ignore[method-assign]
-        for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
-            name = f"{module.__name__}.{found.name}"
-            if name not in _LATER and module.__name__ not in _LATER:
-                setattr(module, found.name, importlib.import_module(name))
+        """Share what is below at once, so that no module is set over a name such as `apex.parallel.LARC`."""
         super().exec_module(module)
+        _share(self.alias, module)
+
+
+def _share(name: str, module: types.ModuleType) -> None:
+    if sys.modules.setdefault(name, module) is not module:
+        return
+    module.__getattr__ = missing_names(name)  # type: ignore[method-assign]
+    for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        below = f"{name}.{found.name}"
+        if below not in _LATER:
+            _share(below, importlib.import_module(f"{module.__name__}.{found.name}"))
 
 
 def _import_added() -> None:
@@ -272,13 +278,19 @@ def uninstall() -> None:
         return
     for name in _names_of_apex(sys.modules):
         module = sys.modules[name]
-        # What the alias took from an apex that it hides refers to our modules.
+        # What the alias took from an apex that it hides goes too.
         if module is None or not (_is_ours(module) or finder.hides):
             continue
         del sys.modules[name]
         parent, _, child = name.rpartition(".")
-        if vars(sys.modules.get(parent, types)).get(child) is module:
-            delattr(sys.modules[parent], child)
+        owner = sys.modules.get(parent) or sys.modules.get(f"autoamp.{parent}")
+        if _is_ours(module):
+            vars(module).pop("__getattr__", None)
+        if owner is not None and _is_ours(owner) is not _is_ours(module) and vars(owner).get(child) is module:
+            delattr(owner, child)
+    for name in [name for name in sys.modules if name.startswith("autoamp.apex.amp.lists.")]:
+        # A program may have changed the lists.
+        del sys.modules[name]
     finder.uninstall()
 
 
@@ -308,7 +320,9 @@ def added_to_real_apex() -> tuple[str, ...]:
     module = sys.modules.get("apex")
     spec = None if module is not None and not _is_ours(module) else _real_spec()
     path = getattr(module, "__path__", None) if spec is None else spec.submodule_search_locations
-    ours = [found.name for found in pkgutil.iter_modules([str(_HERE / "tree")])]
+    ours = [
+        found.name for found in pkgutil.iter_modules([str(_HERE)]) if found.ispkg and found.name not in _NOT_IN_APEX
+    ]
     find = importlib.machinery.PathFinder.find_spec
     return tuple(name for name in ours if path is not None and find(f"apex.{name}", list(path)) is None)
 

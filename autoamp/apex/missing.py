@@ -83,7 +83,7 @@ def missing_names(module: str) -> Callable[[str], Any]:
     wanted by ``from module import name``, which would hide the message of an AttributeError.
     """
 
-    def __getattr__(name: str) -> Any:  # noqa: N807
+    def __getattr__(name: str) -> Any:
         message = f"{module}.{name} is not provided by autoamp's {module.partition('.')[0]}: "
         message += remedy_for(f"{module}.{name}")
         if not (name.startswith("__") and name.endswith("__")) and _importing(sys._getframe(1)):

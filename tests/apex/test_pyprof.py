@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from autoamp.apex import pyprof
+from autoamp.apex.pyprof import nvtx as pyprof
 
 
 def test_nothing_is_marked_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:

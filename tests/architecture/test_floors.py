@@ -90,9 +90,7 @@ def violations_of_imports(package: str, source: str) -> list[str]:
     for line, module, name in imports(ast.parse(source)):
         where = f"{package}:{line}"
         if module.startswith("."):
-            # The tree `apex` is imported under that name, so its modules name each other from where they stand.
-            if package != "apex":
-                found.append(f"{where} imports {module}; name the package in full")
+            found.append(f"{where} imports {module}; name the package in full")
             continue
         keeper = SOLE_IMPORTERS.get(module.partition(".")[0], package)
         if keeper != package:
@@ -106,7 +104,7 @@ def violations_of_imports(package: str, source: str) -> list[str]:
             continue
         if FLOOR_OF.get(other, max(FLOORS)) >= FLOOR_OF[package]:
             found.append(f"{where} imports {other}, which is not on a floor below")
-        elif len(parts) > 1 and (PACKAGE / other).is_dir() and other != "apex":  # its files are where Apex had them
+        elif other != "apex" and len(parts) > 1 and (PACKAGE / other).is_dir():  # Apex's files have names of their own
             names = exported(module)
             if names is None:
                 found.append(f"{where} imports {module}, a file of another package; import from {parts[0]}.{other}")
@@ -223,8 +221,8 @@ def test_each_package_is_on_one_floor() -> None:
 
 def test_nobody_reads_a_private_name_of_another_file() -> None:
     torchs = {name for value in OF_TORCH for name in dir(value)}
-    # The tree `apex` has Apex's names, private ones too.
-    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "apex" / "tree")]
+    # Apex has private names too, which programs read.
+    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "apex" / "amp")]
     names = {path: private_names(TEXTS[path]) for path in ours}
     found = []
     for path, (own, read) in names.items():

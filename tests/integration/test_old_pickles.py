@@ -77,7 +77,7 @@ def test_a_checkpoint_of_a_level_loads(level: str) -> None:
 
 @pytest.mark.parametrize("name", ["FP16_Optimizer", "early FP16_Optimizer"])
 def test_a_checkpoint_of_an_fp16_optimizer_loads(name: str) -> None:
-    from autoamp.apex.early.optimizers import FP16_Optimizer as EarlyFP16Optimizer
+    from autoamp.compat.early.optimizers import FP16_Optimizer as EarlyFP16Optimizer
 
     saved = loaded(name)
     model = torch.nn.Linear(2, 2).half()

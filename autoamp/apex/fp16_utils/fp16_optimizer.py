@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from autoamp.apex.fp16_utils.checkpoints import load_or_restore, matched
+from autoamp.apex.fp16_utils.early_checkpoints import converted_state
+from autoamp.apex.fp16_utils.fp16util import (
+    clip_grad_norm,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+)
+from autoamp.apex.fp16_utils.loss_scaler import Iterations, PokedDynamicScaler, PokedStaticScaler
+from autoamp.apex.fp16_utils.masters import GroupsOfMasters, flat_masters
 from autoamp.errors import CheckpointError, UsageError, kind_of
 from autoamp.program import Subscriber
 from autoamp.runtime import current_runtime
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, scaled_loss
+from autoamp.scaling import DynamicLossScaler, LossScaler, scaled_loss
 from autoamp.stepping import (
     BackwardWatch,
     MasterWeights,
@@ -32,11 +40,12 @@ _NO_COPY = (
 )
 
 
-class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
+class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesItself):
     """Steps fp32 masters of half parameters and copies them into these; skips steps whose gradients overflowed.
 
     A `torch.optim.Optimizer` in every respect: LR schedulers, hooks and ``isinstance`` work. It may be built before or
-    after ``model.half()``. It cannot be copied or pickled; `state_dict` can.
+    after ``model.half()``. It cannot be copied or pickled; `state_dict` can. Programs read and write the scale as
+    ``loss_scale``, as in `apex.fp16_utils`, or as ``cur_scale``, as in `apex.optimizers` of early 2019.
 
     Args:
         init_optimizer: The optimizer that does the arithmetic. In its groups fp32 masters replace its half parameters.
@@ -57,7 +66,15 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
     """
 
     # The classes of its loss scalers.
-    _static_scaler, _dynamic_scaler = StaticLossScaler, DynamicLossScaler
+    _static_scaler, _dynamic_scaler = PokedStaticScaler, PokedDynamicScaler
+    # What `Iterations` reads and writes.
+    _scaler = property(lambda self: self.loss_scaler)
+    _steps = property(lambda self: self._guard.skips.steps)
+    loss_scale = Iterations.cur_scale
+    # Its name in `apex.contrib.optimizers`.
+    fp32_groups = GroupsOfMasters.fp32_from_fp16_groups
+    # Programs save and load it; closures need no such note here.
+    first_closure_call_this_step = True
 
     def __init__(
         self,
@@ -111,17 +128,41 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._guard.grads.own_scalers = [scaler]
 
     @property
-    def loss_scale(self) -> float:
-        """The current loss scale. May wait for the device."""
-        return self.loss_scaler.loss_scale
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale adapts to overflows. UsageError: the other value is written."""
+        return isinstance(self.loss_scaler, DynamicLossScaler)
+
+    @dynamic_loss_scale.setter
+    def dynamic_loss_scale(self, dynamic: bool) -> None:
+        if bool(dynamic) is not self.dynamic_loss_scale:
+            raise UsageError(
+                f"dynamic_loss_scale={dynamic!r} does not fit a scale that was made with {self.dynamic_loss_scale}; "
+                f"build the FP16_Optimizer with dynamic_loss_scale={bool(dynamic)}"
+            )
 
     @property
     def overflow(self) -> bool:
         """Whether gradients since the last step overflowed; where there are none, whether that step was a skip.
 
-        Waits for the device.
+        Waits for the device. What is written is the verdict on the last step.
         """
         return self._guard.grads.overflowed()
+
+    @overflow.setter
+    def overflow(self, overflow: bool) -> None:
+        self._guard.skips.step.skipped_by = self.loss_scaler if overflow else None
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """The masters of each group as one tensor of one dimension, whose memory is theirs from the first read on.
+
+        Write to it before the model runs, as where a checkpoint is loaded: torch does not report writes through
+        ``.data``.
+        """
+        self._masters.refresh()
+        flats = [flat_masters(group) for group in self.fp32_groups]
+        self._masters.copy_down()
+        return flats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; its half parameters get masters."""
@@ -189,7 +230,7 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         """
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def zero_grad(self, set_to_none: bool = True, *, set_grads_to_None: bool | None = None) -> None:  # noqa: N803
+    def zero_grad(self, set_to_none: bool = True, *, set_grads_to_None: bool | None = None) -> None:
         """Clear the gradients of masters and half parameters.
 
         Args:
@@ -256,15 +297,15 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         self._masters.refresh()
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
-            "dynamic_loss_scale": isinstance(self.loss_scaler, DynamicLossScaler),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
             "overflow": self._guard.skips.step.skipped,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
-            "fp32_from_fp16": self._masters_by_group(),
+            "fp32_from_fp16": self.fp32_groups,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, and copy the masters into the half parameters.
+        """Load what `state_dict` returned, or a checkpoint of early 2019, and copy masters into half parameters.
 
         Raises:
             CheckpointError: A key is missing or does not fit. The message names it. Weights, state, options and scale
@@ -272,10 +313,11 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
         """
         if not isinstance(state_dict, Mapping):
             raise CheckpointError(f"the state is {kind_of(state_dict)}; pass what FP16_Optimizer.state_dict() returned")
+        state_dict = converted_state(state_dict, self.fp32_groups)
         for key in ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"):
             if key not in state_dict:
                 raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")
-        dynamic = isinstance(self.loss_scaler, DynamicLossScaler)
+        dynamic = self.dynamic_loss_scale
         overflow = bool(state_dict.get("overflow", False))
         if state_dict["dynamic_loss_scale"] is not dynamic:
             raise CheckpointError(
@@ -284,22 +326,24 @@ class FP16_Optimizer(torch.optim.Optimizer, ScalesItself):  # noqa: N801
             )
         self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
         self._masters.adopt()
-        pairs = matched(self._masters_by_group(), state_dict["fp32_from_fp16"])
+        pairs = matched(self.fp32_groups, state_dict["fp32_from_fp16"])
         load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        self._guard.skips.step.skipped_by = self.loss_scaler if overflow else None
+        self.overflow = overflow
         with torch.no_grad():
             for master, value in pairs:
                 master.copy_(value)
         self._masters.copy_down()
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"FP16_Optimizer has no {name!r}: parameters are not flattened; use fp16_groups and fp32_from_fp16_groups"
+            if name == "fp16_groups_flat"
+            else f"'FP16_Optimizer' object has no attribute {name!r}"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(_NO_COPY)
-
-    def _masters_by_group(self) -> list[list[Tensor]]:
-        """Return the masters, a list for each group; fp32 parameters, which have none, are left out."""
-        masters = {id(master) for _, master in self._masters.pairs}
-        return [[p for p in group["params"] if id(p) in masters] for group in self.param_groups]
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"

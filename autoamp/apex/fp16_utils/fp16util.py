@@ -15,7 +15,7 @@ from autoamp.tensors import flatten, map_tensors, unflatten
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 
-class tofp16(Module):  # noqa: N801
+class tofp16(Module):
     """A layer that casts its floating input to fp16."""
 
     def forward(self, input: Any) -> Any:
@@ -23,7 +23,7 @@ class tofp16(Module):  # noqa: N801
         return map_tensors(input, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor)
 
 
-def BN_convert_float(module: Module) -> Module:  # noqa: N802
+def BN_convert_float(module: Module) -> Module:
     """Cast the batch norms in a module, itself included, to fp32, in place, and return the module.
 
     Batch norms without parameters (``affine=False``) are left as they are.

@@ -321,3 +321,78 @@ def _as(weight: Tensor | None, input: Tensor) -> Tensor | None:
 
 def _dimensions(shape: Shape) -> list[int]:
     return [shape] if isinstance(shape, int) else list(shape)
+
+
+class NormFunction:
+    """Gives ``forward`` the way in by ``apply`` that an autograd function has.
+
+    Megatron and programs derived from it call that, and look at the arguments of ``forward`` to learn whether it takes
+    ``memory_efficient``. These call torch's norms, so second derivatives work too. They pay no heed to
+    `torch.autocast`, and ``ctx`` has no effect.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what ``forward`` does, given its arguments but for ``ctx``."""
+        result: Tensor = cls.forward(None, *args, **kwargs)  # type: ignore[attr-defined]
+        return result
+
+
+class FusedLayerNormAffineFunction(NormFunction):
+    """Layer norm with weights; the result has the dtype of its input."""
+
+    _has_dtype_of_weight = False
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Normalise over the last dimensions, then multiply by ``weight`` and add ``bias``."""
+        dtype = weight.dtype if cls._has_dtype_of_weight else input.dtype
+        return wide_layer_norm(input, normalized_shape, weight, bias, eps, dtype)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(FusedLayerNormAffineFunction):
+    """Layer norm with weights; the result has their dtype."""
+
+    _has_dtype_of_weight = True
+
+
+class FusedLayerNormFunction(NormFunction):
+    """Layer norm without weights; the result has the dtype of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        """Normalise over the last dimensions."""
+        return wide_layer_norm(input, normalized_shape, None, None, eps, input.dtype)
+
+
+class FusedRMSNormAffineFunction(NormFunction):
+    """RMS norm with weights; the result has the dtype of its input."""
+
+    _has_dtype_of_weight = False
+
+    @classmethod
+    def forward(
+        cls, ctx: Any, input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Divide by the root of the mean square over the last dimensions, then multiply by ``weight``."""
+        dtype = weight.dtype if cls._has_dtype_of_weight else input.dtype
+        return wide_rms_norm(input, normalized_shape, weight, eps, dtype)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(FusedRMSNormAffineFunction):
+    """RMS norm with weights; the result has their dtype."""
+
+    _has_dtype_of_weight = True
+
+
+class FusedRMSNormFunction(NormFunction):
+    """RMS norm without weights; the result has the dtype of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        """Divide by the root of the mean square over the last dimensions."""
+        return wide_rms_norm(input, normalized_shape, None, eps, input.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed import ReduceOp
+
 from autoamp.apex.parallel import multiproc as multiproc
 from autoamp.apex.parallel.distributed import DistributedDataParallel as DistributedDataParallel
 from autoamp.apex.parallel.distributed import Reducer as Reducer

@@ -51,3 +51,7 @@ def _start(arguments: Sequence[str], rank: int, world: int) -> subprocess.Popen[
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     return subprocess.Popen([sys.executable, *arguments, "--rank", str(rank)], env={**shared, **os.environ, **own})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

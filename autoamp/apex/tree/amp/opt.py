@@ -1,3 +1,0 @@
-"""The tree's `apex.amp.opt`."""
-
-from autoamp.apex.amp.utils import OptimWrapper

@@ -1,3 +1,0 @@
-"""The tree's `apex.contrib.xentropy`."""
-
-from autoamp.apex.layers.contrib import SoftmaxCrossEntropyLoss

@@ -1,8 +1,0 @@
-"""The tree's `apex.normalization`."""
-
-from autoamp.apex.normalization.fused_layer_norm import (
-    FusedLayerNorm,
-    FusedRMSNorm,
-    MixedFusedLayerNorm,
-    MixedFusedRMSNorm,
-)
