@@ -21,11 +21,12 @@ __version__ = "0.2.0"
 moved.install()
 
 if TYPE_CHECKING:
-    from autoamp import apex as compat  # noqa: F401
-    from autoamp.apex import fp16_utils as fp16_utils
-    from autoamp.apex import optimizers as optimizers
-    from autoamp.apex import parallel as parallel
-    from autoamp.apex.normalization import fused_layer_norm as normalization  # noqa: F401
+    # Files for type checkers alone; what runs is given by `moved`.
+    from autoamp import compat as compat
+    from autoamp import fp16_utils as fp16_utils
+    from autoamp import normalization as normalization
+    from autoamp import optimizers as optimizers
+    from autoamp import parallel as parallel
     from autoamp.exports import *
 else:
 

@@ -24,12 +24,12 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
-from autoamp.fp16_utils import network_to_half
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import autoamp
+from autoamp.fp16_utils import network_to_half
 
 TEST_IMAGES = 600
 BATCH = 128

@@ -17,13 +17,13 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 
-import autoamp.compat.fastai1
 import numpy as np
 import pandas as pd
 import torch
 from sklearn.datasets import load_breast_cancer
 
 import autoamp
+import autoamp.compat.fastai1
 
 # fastai asks for pkg_resources, which warns of its end, and for pinned memory where there is no GPU.
 warnings.filterwarnings("ignore", message="pkg_resources is deprecated|'pin_memory' argument")

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from autoamp.fp16_utils import network_to_half
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -27,6 +26,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from autoamp import FP16_Optimizer
+from autoamp.fp16_utils import network_to_half
 
 TEST_IMAGES = 600
 BATCH = 64

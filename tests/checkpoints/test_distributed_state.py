@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from autoamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import autoamp
 from autoamp.checkpoints import DistributedState
 from autoamp.checkpoints.distributed_state import load_optimizers, optimizers_state
+from autoamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 
 # Without a process group torch says that it assumes that one process is all there is.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

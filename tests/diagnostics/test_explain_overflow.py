@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor
 
 from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
 from tests.diagnostics.faults import BIG_TIMES_BIG, Net, line_of, mean_square, squared, started, take_step
 
 

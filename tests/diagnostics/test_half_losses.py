@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import autoamp
+from autoamp.fp16_utils import FP16_Optimizer
 
 # Half units in the last place of weights around 1 are 2**-9 in bf16, 2**-12 in fp16.
 STEPS = 20

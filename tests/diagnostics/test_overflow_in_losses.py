@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 
 from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, Overflow, ScaleSearch
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.scaling import DynamicLossScaler
 from tests.diagnostics.faults import Fault, Net, found_in, line_of, mean_square, started, take_step, train
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 
 import autoamp
 from autoamp.diagnostics import NotLocated, Overflow
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import current_handle
 
 MODES = ("auto_scale", "scale_loss", "fixed scale", "own GradScaler", "FP16_Optimizer", "O2", "bf16", "fp32")

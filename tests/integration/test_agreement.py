@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
+from autoamp.fp16_utils import FP16_Optimizer
 from tests.integration.spawned import counted, on_ranks
 
 pytestmark = pytest.mark.processes

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import convert_network
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import autoamp
+from autoamp.fp16_utils import convert_network
 from tests.states import differences
 
 LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy"]}

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 
 import autoamp
 from autoamp.diagnostics import OverflowTrace
 from autoamp.errors import NonFiniteGradientsError
+from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.runtime import runtime_of
 from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags
 from tests.waits import counted_reads

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
 from autoamp import parallel
+from autoamp.fp16_utils import FP16_Optimizer
 from tests.integration.spawned import on_ranks
 
 pytestmark = pytest.mark.processes

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from autoamp.apex.multi_tensor import optimizers as amp_c
-from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from torch import Tensor
 
+from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.kernels.without import WithoutKernels
 
 SHAPES = ((3,), (40, 7), (0,), (5000,))

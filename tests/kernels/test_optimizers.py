@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.optimizers import FusedLAMB
 from torch import Tensor
 
+from autoamp.optimizers import FusedLAMB
 from tests.kernels.without import WithoutKernels
 
 with contextlib.suppress(ImportError):

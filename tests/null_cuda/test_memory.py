@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 import autoamp
+from autoamp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.null_cuda.device import held, spent
 from tests.null_cuda.training import open_libraries
 

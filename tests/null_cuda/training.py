@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.null_cuda.device import Cost, held, spent
 from tests.null_cuda.models import BATCH, MODELS, WIDTH, Batch
 from tests.saved import SavedTensors

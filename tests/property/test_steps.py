@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.optimizers import FusedAdam, FusedSGD
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
+from autoamp.optimizers import FusedAdam, FusedSGD
 
 LISTS = {"extends": [], "fp16": ["linear"]}
 

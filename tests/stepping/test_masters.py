@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.optimizers import FusedSGD
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.fp16_utils import FP16_Optimizer
+from autoamp.optimizers import FusedSGD
 from autoamp.stepping import MasterWeights, fit_state, master_of
 from tests.stepping.networks import backward, data, equal, grads, loss_of, masters, network, o2, sgd, snapshot
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor
 from torch.nn import Linear
 from torch.utils import checkpoint
 
 import autoamp
 from autoamp.errors import UsageError
+from autoamp.fp16_utils import FP16_Optimizer
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.optimizers import FusedAdam
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module, Sequential
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.fp16_utils import FP16_Optimizer
+from autoamp.optimizers import FusedAdam
 
 Params = Sequence[Tensor]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from autoamp.fp16_utils import FP16_Optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.fp16_utils import FP16_Optimizer
 from tests.stepping.networks import backward, data, equal, network, o2
 
 
