@@ -15,6 +15,8 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from autoamp import moved
+
 __version__ = "0.2.0"
 
 # The public packages beside the names of `exports`.
@@ -26,7 +28,10 @@ _ELSEWHERE = {
     "autocast": "use handle = autoamp.init(), or autoamp.region() around a part of the program",
 }
 
+moved.install()
+
 if TYPE_CHECKING:
+    # Files for type checkers alone; what runs is given by `moved`.
     from autoamp import compat as compat
     from autoamp import diagnostics as diagnostics
     from autoamp import errors as errors
@@ -51,7 +56,7 @@ else:
         if name in _ELSEWHERE:
             message += f"; {_ELSEWHERE[name]}"
             # An AttributeError would be hidden by Python's own ImportError.
-            if importlib.import_module("autoamp.compat.missing").is_import_from(sys._getframe(1)):
+            if importlib.import_module("autoamp.apex.missing").is_import_from(sys._getframe(1)):
                 raise ImportError(message, name="autoamp")
         raise AttributeError(message, name=name, obj=sys.modules[__name__])
 

@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+from autoamp.apex.fastai1 import watch as _watch_fastai1
+from autoamp.apex.fp16_utils import FP16_Optimizer as FP16_Optimizer
+from autoamp.apex.initialize import initialize as initialize
+from autoamp.apex.initialize import load_state_dict as load_state_dict
+from autoamp.apex.initialize import master_params as master_params
+from autoamp.apex.initialize import scale_loss as scale_loss
+from autoamp.apex.initialize import state_dict as state_dict
 from autoamp.checkpoints import DistributedState as DistributedState
 from autoamp.cli import load_ipython_extension as load_ipython_extension
-from autoamp.compat import watch_fastai1 as _watch_fastai1
 from autoamp.diagnostics import BaseHandle as BaseHandle
 from autoamp.diagnostics import Handle as Handle
 from autoamp.diagnostics import NoOpHandle as NoOpHandle
@@ -25,12 +31,6 @@ from autoamp.errors import PatchError as PatchError
 from autoamp.errors import TapeError as TapeError
 from autoamp.errors import TargetError as TargetError
 from autoamp.errors import UsageError as UsageError
-from autoamp.fp16_utils import FP16_Optimizer as FP16_Optimizer
-from autoamp.levels import initialize as initialize
-from autoamp.levels import load_state_dict as load_state_dict
-from autoamp.levels import master_params as master_params
-from autoamp.levels import scale_loss as scale_loss
-from autoamp.levels import state_dict as state_dict
 from autoamp.memory import keep_freed_memory as keep_freed_memory
 from autoamp.runtime import Region as Region
 from autoamp.runtime import disable_casts as disable_casts

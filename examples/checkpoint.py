@@ -192,7 +192,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=str(__doc__).splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    levels = list(autoamp.levels.LEVELS)
+    levels = ["O0", "O1", "O2", "O3"]
     add("--opt-level", nargs="+", choices=levels, default=levels, help="the opt levels")
     add("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS), help="the optimizers")
     add("--dtype", choices=HALF_DTYPES, default="fp16", help="the half precision")

@@ -237,7 +237,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=str(__doc__).splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--synthetic", action="store_true", help="train on images that are made, not on digits")
-    parser.add_argument("--opt-level", choices=autoamp.levels.LEVELS, default="O1", help="O0 to O3")
+    parser.add_argument("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="O0 to O3")
     parser.add_argument("--dtype", choices=HALF_DTYPES, default="fp16", help="the half precision")
     parser.add_argument("--epochs", type=positive, default=10, help="passes over the images")
     parser.add_argument("--batch-size", type=positive, default=64, help="images a step")

@@ -497,7 +497,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--synthetic", action="store_true", help="train on synthetic images (default: if no directory is given)")
     add("--images", type=positive, default=320, help="how many synthetic images an epoch has (default: %(default)s)")
     add("--arch", choices=ARCHITECTURES, default="resnet18", help="the layout of the net (default: %(default)s)")
-    add("--opt-level", choices=autoamp.levels.LEVELS, default="O1", help="default: %(default)s")
+    add("--opt-level", choices=["O0", "O1", "O2", "O3"], default="O1", help="default: %(default)s")
     add("--keep-batchnorm-fp32", type=boolean, metavar="{True,False}", help="default: the opt level's")
     add("--loss-scale", type=loss_scale, metavar="{dynamic,NUMBER}", help="default: the opt level's")
     add(

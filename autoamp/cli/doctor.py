@@ -12,8 +12,8 @@ from collections import Counter
 import torch
 from torch.utils.benchmark import Timer
 
+from autoamp.apex.alias import added_to_real_apex, real_apex
 from autoamp.cli.output import aligned, show
-from autoamp.compat import added_to_real_apex, real_apex
 from autoamp.diagnostics import BaseHandle, Consistency, current_handle, init
 from autoamp.errors import ListFileError, UsageError, kind_of
 from autoamp.half_units import HALF_NAMES, default_half_dtype, half_dtype_with_units, has_units, missing_units

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from autoamp.apex.alias import added_to_real_apex, real_apex
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
-from autoamp.compat import added_to_real_apex, real_apex
 from autoamp.diagnostics import Handle, check_report_tools, failures, is_page, write_report
 from autoamp.errors import UsageError
 from autoamp.runtime import Settings, check_device, put_handle

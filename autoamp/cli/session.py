@@ -18,14 +18,15 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autoamp import diagnostics, runtime
+from autoamp.apex.alias import added_to_real_apex, explain_real_apex, install_as_apex, real_apex
+from autoamp.apex.fastai1 import watch as watch_fastai1
+from autoamp.apex.levels import LevelName, check_level
 from autoamp.cli.first_step import FirstStep
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
-from autoamp.compat import added_to_real_apex, explain_real_apex, install_as_apex, real_apex, watch_fastai1
 from autoamp.diagnostics import BaseHandle, Counts, HalfLosses, Handle, diagnostics_of, sum_of
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype, half_dtype_with_units, log_fp32
-from autoamp.levels import LevelName, check_level
 from autoamp.memory import keep_freed_memory, peak_rss
 from autoamp.modules import AUTOCAST, ModuleCasts
 from autoamp.rules import package_tables
@@ -129,7 +130,7 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
         explain_real_apex()
     watch_fastai1()
     if options.fastai1:
-        importlib.import_module("autoamp.compat.fastai1").enable()
+        importlib.import_module("autoamp.apex.fastai1").enable()
     # After the import of torch is early enough: it frees little memory.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
     return Run(options, handle, record=record, sample=sample, memory=memory)

@@ -22,18 +22,17 @@ LARGE = {"torch_private.py", "BaseHandle in runtime/handle.py"}
 
 # A package imports only from floors below its own, and only what an `__init__` there exports.
 FLOORS: dict[int, tuple[str, ...]] = {
-    1: ("errors", "memory", "tensors", "torch_private"),
+    1: ("errors", "memory", "moved", "tensors", "torch_private"),
     2: ("rules", "patching", "casting", "scaling", "kernels", "half_units"),
-    3: ("program", "inference", "formulas", "tape"),
+    3: ("program", "inference", "tape"),
     4: ("stepping",),
     5: ("ops", "modules", "auto_scaling"),
     6: ("runtime",),
     7: ("diagnostics",),
-    8: ("checkpoints", "levels", "fp16_utils", "normalization", "optimizers", "parallel", "tuning"),
-    9: ("compat",),
-    10: ("cli",),
-    11: ("exports",),
-    12: ("__init__", "__main__"),
+    8: ("checkpoints", "apex", "tuning"),
+    9: ("cli",),
+    10: ("exports",),
+    11: ("__init__", "__main__"),
 }
 FLOOR_OF = {package: floor for floor, packages in FLOORS.items() for package in packages}
 
@@ -44,7 +43,7 @@ SOLE_IMPORTERS = {"wrapt": "patching", "autoamp_kernels": "kernels"}
 OF_TORCH = (torch, torch.nn.modules.batchnorm, torch.Tensor, torch.nn.LSTM(1, 1), torch.autocast("cpu"))
 
 # Where runtime, stepping and diagnostics meet: by these names the objects are the package's own, whose types are known.
-TYPED_PACKAGES = ("auto_scaling", "diagnostics", "levels", "runtime", "stepping")
+TYPED_PACKAGES = ("auto_scaling", "diagnostics", "runtime", "stepping")
 TYPED_NAMES = re.compile("_?(handle|runtime|run|guard|watch|owner|registry)")
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -91,9 +90,7 @@ def violations_of_imports(package: str, source: str) -> list[str]:
     for line, module, name in imports(ast.parse(source)):
         where = f"{package}:{line}"
         if module.startswith("."):
-            # The tree `apex` is imported under that name, so its modules name each other from where they stand.
-            if package != "compat":
-                found.append(f"{where} imports {module}; name the package in full")
+            found.append(f"{where} imports {module}; name the package in full")
             continue
         keeper = SOLE_IMPORTERS.get(module.partition(".")[0], package)
         if keeper != package:
@@ -107,7 +104,7 @@ def violations_of_imports(package: str, source: str) -> list[str]:
             continue
         if FLOOR_OF.get(other, max(FLOORS)) >= FLOOR_OF[package]:
             found.append(f"{where} imports {other}, which is not on a floor below")
-        elif len(parts) > 1 and (PACKAGE / other).is_dir():
+        elif other != "apex" and len(parts) > 1 and (PACKAGE / other).is_dir():  # Apex's files have names of their own
             names = exported(module)
             if names is None:
                 found.append(f"{where} imports {module}, a file of another package; import from {parts[0]}.{other}")
@@ -224,8 +221,8 @@ def test_each_package_is_on_one_floor() -> None:
 
 def test_nobody_reads_a_private_name_of_another_file() -> None:
     torchs = {name for value in OF_TORCH for name in dir(value)}
-    # The tree `apex` has Apex's names, private ones too.
-    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "compat" / "apex")]
+    # Apex has private names too, which programs read.
+    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "apex" / "amp")]
     names = {path: private_names(TEXTS[path]) for path in ours}
     found = []
     for path, (own, read) in names.items():

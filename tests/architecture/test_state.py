@@ -15,9 +15,9 @@ from tests.architecture.test_floors import FILES, PACKAGE, TEXTS
 
 # What a process has once, with the reason why no object that comes and goes can own it.
 STATE = {
-    "compat/amp/state.py amp_state": "programs read and write `apex.amp._amp_state`, one object of the module in Apex",
-    "compat/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
-    "compat/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
+    "apex/amp/_amp_state.py _amp_state": "programs read and write it, one object of the module in Apex",
+    "apex/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
+    "apex/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
     "patching/patches.py _waiting": "wrapt's import hooks cannot be taken back, so a module gets one for all handles",
     "patching/patches.py writing": "patches are written to objects that all threads share",
     "runtime/active.py handles": "a process has one torch, so one handle patches it",
@@ -37,7 +37,7 @@ PATCHES = {
     "patching": "by the lists: sets of patches, and what the compilers know of them",
     "program": "what the program does",
     "runtime/patched_torch.py": "by the lists: gives each replacement to `patching`",
-    "compat/fastai1": "modules of fastai v1, and nothing of torch",
+    "apex/fastai1": "modules of fastai v1, and nothing of torch",
 }
 
 
@@ -72,7 +72,7 @@ def writes_to_torch(source: str) -> Iterator[str]:
 
 def test_each_state_of_a_module_has_its_reason() -> None:
     # The lists of the tree `apex` are what programs change, as in Apex.
-    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "compat" / "apex")]
+    ours = [path for path in FILES if not path.is_relative_to(PACKAGE / "apex" / "amp" / "lists")]
     assert {f"{path.relative_to(PACKAGE)} {name}" for path in ours for name in states(TEXTS[path])} == set(STATE)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import autoamp
+from autoamp.apex.alias import options as alias_options
 from autoamp.cli.session import Options, set_up
 from autoamp.compat import fastai1, uninstall
-from autoamp.compat.alias import options as alias_options
 
 
 @pytest.fixture(autouse=True)

@@ -42,9 +42,10 @@ def test_a_saved_object_loads_and_is_saved_again(name: str) -> None:
     ("name", "home"),
     [
         ("DynamicLossScaler", "autoamp.scaling"), ("StaticLossScaler", "autoamp.scaling"),
-        ("fp16_utils.LossScaler", "autoamp.fp16_utils"), ("fp16_utils.DynamicLossScaler", "autoamp.fp16_utils"),
-        ("network_to_half", "autoamp.fp16_utils"), ("FP16Model", "autoamp.fp16_utils"),
-        ("FusedLayerNorm", "autoamp.normalization"),
+        ("fp16_utils.LossScaler", "autoamp.apex.fp16_utils"),
+        ("fp16_utils.DynamicLossScaler", "autoamp.apex.fp16_utils"),
+        ("network_to_half", "autoamp.apex.fp16_utils"), ("FP16Model", "autoamp.apex.fp16_utils"),
+        ("FusedLayerNorm", "autoamp.apex.normalization.fused_layer_norm"),
     ],
 )  # fmt: skip
 def test_new_pickles_name_public_places(name: str, home: str) -> None:

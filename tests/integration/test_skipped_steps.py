@@ -41,6 +41,9 @@ def makers(device: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield each optimizer of torch and of autoamp, with options and flags of its own."""
     for library in (torch.optim, autoamp.optimizers):
         for name, kind in vars(library).items():
+            # The others there are torch's by names of copies of Apex, and `FP16_Optimizer`, which takes an optimizer.
+            if library is autoamp.optimizers and not name.startswith("Fused"):
+                continue
             if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
                 continue
             takes = inspect.signature(kind).parameters

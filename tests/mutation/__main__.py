@@ -74,8 +74,8 @@ TESTS = {
         "tests/integration/test_several_calls.py",
         "tests/integration/test_misuse.py::test_a_warning_gives_the_value_the_rule_and_the_remedy_once",
         "tests/integration/test_misuse.py::test_what_is_right_is_not_told",
-        "tests/levels",
-        "tests/fp16_utils",
+        "tests/apex/levels",
+        "tests/apex/fp16_utils",
         "tests/runtime",
     ],
     "ranks": [

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import autoamp
-from tests.levels.shared import initialize
+from tests.apex.levels.shared import initialize
 
 Forward = Callable[..., Tensor]
 

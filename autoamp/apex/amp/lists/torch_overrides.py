@@ -1,0 +1,7 @@
+"""`apex.amp.lists.torch_overrides`, read off the list set `apex`."""
+
+import torch
+
+from autoamp.apex.amp.lists import lists_of
+
+globals().update(lists_of(torch))

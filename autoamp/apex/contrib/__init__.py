@@ -1,0 +1,1 @@
+"""`apex.contrib`, as far as programs use it and torch can do it."""

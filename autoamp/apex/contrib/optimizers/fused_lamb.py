@@ -1,0 +1,3 @@
+"""`FusedLAMB` as `apex.contrib.optimizers` has it."""
+
+from autoamp.apex.optimizers import FusedLAMB

@@ -1,0 +1,3 @@
+"""`FusedSGD` as `apex.contrib.optimizers` has it."""
+
+from autoamp.apex.optimizers import FusedSGD

@@ -1,0 +1,3 @@
+"""`apex.contrib.xentropy`."""
+
+from autoamp.apex.contrib.xentropy.softmax_xentropy import SoftmaxCrossEntropyLoss

@@ -1,0 +1,3 @@
+"""`apex.mlp`: perceptrons."""
+
+from autoamp.apex.mlp.mlp import MLP

@@ -1,0 +1,1 @@
+"""`apex.pyprof`, which marked calls for NVIDIA's profilers."""

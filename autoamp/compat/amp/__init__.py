@@ -1,1 +1,0 @@
-"""What stands behind `apex.amp`."""

@@ -1,1 +1,0 @@
-"""The tree's `apex.amp.lists`."""

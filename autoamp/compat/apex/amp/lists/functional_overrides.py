@@ -1,7 +1,0 @@
-"""The tree's `apex.amp.lists.functional_overrides`, read off the list set `apex`."""
-
-import torch
-
-from autoamp.compat.amp.listed import lists_of
-
-globals().update(lists_of(torch.nn.functional))

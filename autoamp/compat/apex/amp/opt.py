@@ -1,3 +1,0 @@
-"""The tree's `apex.amp.opt`."""
-
-from autoamp.compat.amp.utils import OptimWrapper

@@ -1,3 +1,0 @@
-"""The tree's `apex.amp.scaler`."""
-
-from autoamp.compat.amp.scaler import LossScaler

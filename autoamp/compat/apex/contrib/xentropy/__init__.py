@@ -1,3 +1,0 @@
-"""The tree's `apex.contrib.xentropy`."""
-
-from autoamp.compat.layers.contrib import SoftmaxCrossEntropyLoss

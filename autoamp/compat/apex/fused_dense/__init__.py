@@ -1,3 +1,0 @@
-"""The tree's `apex.fused_dense`."""
-
-from .fused_dense import *

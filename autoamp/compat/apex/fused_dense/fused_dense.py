@@ -1,3 +1,0 @@
-"""The tree's `apex.fused_dense.fused_dense`."""
-
-from autoamp.compat.layers.mlp import FusedDense, FusedDenseGeluDense, fused_dense_function

@@ -1,3 +1,0 @@
-"""The tree's `apex.mlp`."""
-
-from autoamp.compat.layers.mlp import MLP

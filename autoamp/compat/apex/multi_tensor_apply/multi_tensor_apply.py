@@ -1,3 +1,0 @@
-"""The tree's `apex.multi_tensor_apply.multi_tensor_apply`."""
-
-from autoamp.compat.multi_tensor.tensor_lists import MultiTensorApply

@@ -1,3 +1,0 @@
-"""The tree's `apex.parallel.LARC`."""
-
-from autoamp.parallel import LARC

@@ -1,4 +1,0 @@
-"""The tree's `apex.parallel.distributed`."""
-
-from autoamp.parallel import DistributedDataParallel, Reducer, flat_dist_call
-from autoamp.tensors import flatten, unflatten

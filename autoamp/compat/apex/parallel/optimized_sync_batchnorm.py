@@ -1,3 +1,0 @@
-"""The tree's `apex.parallel.optimized_sync_batchnorm`."""
-
-from autoamp.parallel import SyncBatchNorm

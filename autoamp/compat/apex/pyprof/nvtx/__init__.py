@@ -1,3 +1,0 @@
-"""The tree's `apex.pyprof.nvtx`."""
-
-from autoamp.compat.pyprof import init, wrap

@@ -1,3 +1,0 @@
-"""The tree's `apex.reparameterization`."""
-
-from autoamp.compat.layers.weight_norm import WeightNorm, apply_weight_norm, remove_weight_norm

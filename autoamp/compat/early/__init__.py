@@ -1,1 +1,0 @@
-"""Scalers, optimizers and checkpoints of the Apex of early 2019."""

@@ -1,0 +1,1 @@
+from autoamp.apex.fastai1 import *

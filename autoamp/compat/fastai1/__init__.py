@@ -1,8 +1,0 @@
-"""fastai v1 under mixed precision: its training loop follows the active handle, and its imports find what they need."""
-
-from __future__ import annotations
-
-from autoamp.compat.fastai1.shims import disable, enable
-from autoamp.compat.fastai1.training import watch
-
-__all__ = ["disable", "enable", "watch"]

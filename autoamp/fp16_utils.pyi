@@ -1,0 +1,1 @@
+from autoamp.apex.fp16_utils import *

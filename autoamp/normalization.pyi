@@ -1,0 +1,1 @@
+from autoamp.apex.normalization.fused_layer_norm import *
