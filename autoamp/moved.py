@@ -37,6 +37,7 @@ MOVED: dict[str, str] = {
     "compat.multi_tensor": "apex.amp_C",
     "compat.multi_tensor.tensor_lists": "apex.amp_C.tensor_lists apex.multi_tensor_apply.multi_tensor_apply",
     "compat.pyprof": "apex.pyprof.nvtx",
+    "diagnostics": "tools",
     "formulas": "apex.formulas",
     "fp16_utils": "apex.fp16_utils",
     "fp16_utils.loss_scalers": "apex.fp16_utils.loss_scaler",
@@ -53,6 +54,10 @@ MOVED: dict[str, str] = {
     "optimizers.novograd": "apex.optimizers.fused_novograd",
     "optimizers.sgd": "apex.optimizers.fused_sgd",
     "parallel": "apex.parallel",
+    "rules": "core",
+    "runtime": "core",
+    "scaling": "core",
+    "scaling.loss_scale": "core.loss_scale",
     "parallel.larc": "apex.parallel.LARC",
 }
 
@@ -69,7 +74,7 @@ def _new_name(old: str) -> str:
 # ``from autoamp.optimizers import adam`` looks below the new name of the package. Below `compat` nothing was public.
 for _old, _new in list(MOVED.items()):
     _package, _, _file = _old.rpartition(".")
-    if _package and not _old.startswith("compat."):
+    if _package and not _old.startswith("compat.") and f"{MOVED[_package]}.{_file}" != _new:
         MOVED[f"{MOVED[_package]}.{_file}"] = _new
 
 

@@ -25,9 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # All of the package, whose import adds listeners.
 import autoamp.exports
-from autoamp.rules import loader
-from autoamp.runtime import activated, active, suspended
-from autoamp.stepping import open_blocks
+from autoamp.core import activated, active, loader, open_blocks, suspended
 from autoamp.torch_private import remove_modes
 
 # Tests that fork would wait without end in the child: it has none of the threads that OpenMP started in this process.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import autoamp
-from autoamp import runtime
+from autoamp import core
 from tests.launches import environment
 
 PROBE = """
@@ -17,7 +17,7 @@ import sys
 import autoamp, autoamp.cli
 print(autoamp.__version__, "torch" in sys.modules, hasattr(autoamp, "__wrapped__"), "torch" in sys.modules)
 from autoamp import errors, init
-print(init is autoamp.runtime.init, errors is autoamp.errors, "torch" in sys.modules, vars(autoamp)["init"] is init)
+print(init is autoamp.core.init, errors is autoamp.errors, "torch" in sys.modules, vars(autoamp)["init"] is init)
 from autoamp import *
 print(region is autoamp.region, autoamp.optimizers.FusedAdam.__name__)
 """
@@ -49,7 +49,7 @@ def test_names_are_imported_when_they_are_asked_for() -> None:
 
 
 def test_names_are_those_of_the_packages() -> None:
-    assert autoamp.init is runtime.init
+    assert autoamp.init is core.init
     assert {"init", "Handle", "UsageError"} < set(autoamp.__all__)
     assert {"__version__", *autoamp.__all__} <= set(dir(autoamp))
     with pytest.raises(AttributeError, match="module 'autoamp' has no attribute 'intialize'"):

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.runtime import runtime_of
+from autoamp.core import runtime_of
 
 HALF = torch.bfloat16
 packs = pytest.mark.skipif(

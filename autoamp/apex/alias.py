@@ -25,9 +25,9 @@ import torch
 
 from autoamp.apex.levels import LevelName, check_level
 from autoamp.apex.missing import missing_names, remedy_for
+from autoamp.core import OnNonfinite, Settings
 from autoamp.errors import UsageError
 from autoamp.moved import SameModule, same_as
-from autoamp.runtime import OnNonfinite, Settings
 
 # Of the last Apex that had `apex.amp`.
 APEX_VERSION = "0.1"

@@ -15,13 +15,25 @@ from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autoamp.apex.levels import LEVELS, LevelName, Setup, end, level_with, set_up
+from autoamp.core import (
+    CastTable,
+    LossScaler,
+    OnNonfinite,
+    RequestedGroup,
+    Settings,
+    as_list,
+    check_device,
+    check_half_norms,
+    current_runtime,
+    expand,
+    half_model_table,
+    is_count,
+    make_scaler,
+    needed_handle,
+    refuse_unguardable,
+)
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32, half_dtype
-from autoamp.ops import expand
-from autoamp.rules import CastTable, half_model_table
-from autoamp.runtime import OnNonfinite, Settings, check_device, current_runtime, needed_handle
-from autoamp.scaling import LossScaler, is_count, make_scaler
-from autoamp.stepping import RequestedGroup, as_list, check_half_norms, refuse_unguardable
 from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import is_parallelized
 

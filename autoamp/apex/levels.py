@@ -11,12 +11,21 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch.nn import Module
 
-from autoamp.casting import HALF_MODEL
+from autoamp.core import (
+    HALF_MODEL,
+    BufferWrites,
+    ForwardDtypes,
+    Handle,
+    LossScaler,
+    Runtime,
+    Settings,
+    check_half_model,
+    current_handle,
+    handles,
+    put_handle,
+    runtime_of,
+)
 from autoamp.errors import UsageError
-from autoamp.modules import BufferWrites, ForwardDtypes
-from autoamp.runtime import Handle, Runtime, Settings, current_handle, handles, put_handle, runtime_of
-from autoamp.scaling import LossScaler
-from autoamp.stepping import check_half_model
 from autoamp.tensors import HALF_DTYPES
 
 LevelName = Literal["O0", "O1", "O2", "O3"]

@@ -13,16 +13,24 @@ import torch
 from torch.utils.benchmark import Timer
 
 from autoamp.apex.alias import added_to_real_apex, real_apex
+from autoamp.cli.memory import why_not_kept
 from autoamp.cli.output import aligned, show
-from autoamp.diagnostics import BaseHandle, Consistency, current_handle, init
+from autoamp.core import (
+    ENVIRONMENT_VARIABLE,
+    Region,
+    Settings,
+    check_device,
+    device_type_of,
+    disable_casts,
+    expand,
+    shipped_sets,
+    versions,
+)
 from autoamp.errors import ListFileError, UsageError, kind_of
 from autoamp.half_units import HALF_NAMES, default_half_dtype, half_dtype_with_units, has_units, missing_units
 from autoamp.kernels import backends
-from autoamp.memory import why_not_kept
-from autoamp.ops import expand
-from autoamp.rules import ENVIRONMENT_VARIABLE, shipped_sets
-from autoamp.runtime import Region, Settings, check_device, device_type_of, disable_casts, versions
 from autoamp.tensors import dtype_name
+from autoamp.tools import BaseHandle, Consistency, current_handle, init
 
 
 def doctor(chosen: argparse.Namespace) -> int:

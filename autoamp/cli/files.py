@@ -6,9 +6,9 @@ import argparse
 
 from autoamp.cli.output import say
 from autoamp.cli.run import FAILED
-from autoamp.diagnostics import failures, is_page, load_capsule, load_report, write_report
+from autoamp.core import versions
 from autoamp.errors import UsageError
-from autoamp.runtime import versions
+from autoamp.tools import failures, is_page, load_capsule, load_report, write_report
 
 
 def report(chosen: argparse.Namespace) -> int:

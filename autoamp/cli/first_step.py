@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
-from autoamp.casting import CastState
+from autoamp.core import CastState, ModuleCasts, current_runtime, listen
 from autoamp.errors import line_of_user
-from autoamp.modules import ModuleCasts
-from autoamp.program import listen
-from autoamp.runtime import current_runtime
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import compiled_graphs
 

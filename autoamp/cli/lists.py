@@ -8,12 +8,10 @@ import sys
 import torch
 
 from autoamp.cli.output import aligned
-from autoamp.diagnostics import AutocastDifference, autocast_differences, check_lists, explain
+from autoamp.core import CastPolicy, CastRule, CastTable, RuleSource, Settings, device_type_of, expand, package_tables
 from autoamp.errors import UsageError
 from autoamp.half_units import HALF_NAMES
-from autoamp.ops import expand
-from autoamp.rules import CastPolicy, CastRule, CastTable, RuleSource, package_tables
-from autoamp.runtime import Settings, device_type_of
+from autoamp.tools import AutocastDifference, autocast_differences, check_lists, explain
 
 
 def lists(chosen: argparse.Namespace) -> int:

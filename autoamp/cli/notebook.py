@@ -53,7 +53,7 @@ def _parsed(line: str) -> argparse.Namespace:
 
 def _run(chosen: argparse.Namespace) -> Any:
     """Do what a parsed line asks for. Returns what IPython displays."""
-    from autoamp.diagnostics import current_handle, init, report_page
+    from autoamp.tools import current_handle, init, report_page
 
     handle = current_handle()
     if chosen.action == "on":

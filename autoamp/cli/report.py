@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
-from autoamp.modules import AUTOCAST
+from autoamp.core import AUTOCAST
 
 
 class Report(SimpleNamespace):

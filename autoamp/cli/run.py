@@ -19,9 +19,9 @@ from autoamp.apex.alias import added_to_real_apex, real_apex
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
-from autoamp.diagnostics import Handle, check_report_tools, failures, is_page, write_report
+from autoamp.core import Settings, check_device, put_handle
 from autoamp.errors import UsageError
-from autoamp.runtime import Settings, check_device, put_handle
+from autoamp.tools import Handle, check_report_tools, failures, is_page, write_report
 
 # The exit code where ``--fail-on`` found something.
 FAILED = 3

@@ -25,16 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoamp import runtime, tuning
+from autoamp import core
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
-from autoamp.diagnostics import BaseHandle
+from autoamp.core import ENVIRONMENT_VARIABLE, Settings, check_device, listen, load_table, package_tables
 from autoamp.errors import UsageError
 from autoamp.half_units import default_half_dtype, has_units, missing_units
-from autoamp.program import listen
-from autoamp.rules import ENVIRONMENT_VARIABLE, load_table, package_tables
-from autoamp.runtime import Settings, check_device
+from autoamp.tools import BaseHandle, tuning
 
 # The first steps also allocate memory and compile kernels, so they are not timed.
 _WARM_UP = 2
@@ -344,7 +342,7 @@ def _timed(run_program: Callable[[], None], run: Run, *, in_fp32: bool) -> float
             torch.cuda.synchronize()
         spent = time.perf_counter() - start
     steps = [after - before for before, after in itertools.pairwise(times)][_WARM_UP:]
-    handle = runtime.current_handle() or run.handle
+    handle = core.current_handle() or run.handle
     has_optimizer = bool(times) or handle.skipped_steps > 0
     return statistics.median(steps) if steps else None if has_optimizer else spent
 

@@ -17,22 +17,28 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from autoamp import diagnostics, runtime
+from autoamp import core, tools
 from autoamp.apex.alias import added_to_real_apex, explain_real_apex, install_as_apex, real_apex
 from autoamp.apex.fastai1 import watch as watch_fastai1
 from autoamp.apex.levels import LevelName, check_level
 from autoamp.cli.first_step import FirstStep
+from autoamp.cli.memory import keep_freed_memory, peak_rss
 from autoamp.cli.output import say
 from autoamp.cli.report import Report
-from autoamp.diagnostics import BaseHandle, Counts, HalfLosses, Handle, diagnostics_of, sum_of
+from autoamp.core import (
+    AUTOCAST,
+    ModuleCasts,
+    OnNonfinite,
+    Runtime,
+    StaticLossScaler,
+    package_tables,
+    runtime_of,
+    versions,
+)
 from autoamp.errors import UsageError, warn_user
 from autoamp.half_units import half_dtype, half_dtype_with_units, log_fp32
-from autoamp.memory import keep_freed_memory, peak_rss
-from autoamp.modules import AUTOCAST, ModuleCasts
-from autoamp.rules import package_tables
-from autoamp.runtime import OnNonfinite, Runtime, runtime_of, versions
-from autoamp.scaling import StaticLossScaler
 from autoamp.tensors import HALF_DTYPES, default_device_type, dtype_name
+from autoamp.tools import BaseHandle, Counts, HalfLosses, Handle, diagnostics_of, sum_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
     check_level(options.opt_level)
     dtype = half_dtype(options.dtype)
     if options.device_type is not None:
-        runtime.check_device(runtime.device_type_of(options.device_type))
+        core.check_device(core.device_type_of(options.device_type))
     real = real_apex() if options.apex and not options.shadow_apex else None
     alias = options.apex and (real is None or "amp" in added_to_real_apex())
     if options.opt_level in ("O2", "O3") and not alias:
@@ -109,13 +115,13 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
         )
     if options.capsule is not None and options.opt_level != "O1":
         raise UsageError(f"capsule=: expected opt_level=O1, got {options.opt_level}; capsules are of O1 alone")
-    handle: BaseHandle = diagnostics.NoOpHandle()
+    handle: BaseHandle = tools.NoOpHandle()
     device_type, default = _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
         log_fp32(device_type or "cpu")
         options = replace(options, opt_level="O0")
     if options.opt_level == "O1":
-        handle = diagnostics.init(
+        handle = tools.init(
             dtype=dtype or default, device_type=device_type, lists=options.lists or None, loss_scale=loss_scale,
             scope="modules", trace_overflow=options.trace_overflow, capsule=options.capsule,
             on_nonfinite=options.on_nonfinite,
@@ -194,12 +200,12 @@ class Run:
         """Call a function with the handle, and until the report with each later one."""
         if isinstance(self.handle, Handle):
             act(self.handle)
-        runtime.activated.append(act)
-        self._listening.callback(runtime.activated.remove, act)
+        core.activated.append(act)
+        self._listening.callback(core.activated.remove, act)
 
     @property
     def _now(self) -> BaseHandle:
-        return diagnostics.current_handle() or self.handle
+        return tools.current_handle() or self.handle
 
     def end_recording(self) -> dict[str, Any]:
         """Stop recording and return the recorded values; none if nothing was recorded."""

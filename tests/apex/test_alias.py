@@ -17,8 +17,8 @@ import torch
 
 from autoamp.apex import alias, install_as_apex, uninstall
 from autoamp.apex.missing import REMEDIES
+from autoamp.core import current_handle
 from autoamp.errors import LossScaleError, UsageError
-from autoamp.runtime import current_handle
 
 # Files that Apex did not have, and that programs have no use for.
 OWN = ("alias", "fastai1", "formulas", "initialize", "levels", "missing")

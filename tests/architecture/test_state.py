@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import autoamp
-from autoamp.program import Subscriber
-from autoamp.runtime import runtime_of
+from autoamp.core import Subscriber, runtime_of
 from tests.architecture.test_floors import FILES, PACKAGE, TEXTS
 
 # What a process has once, with the reason why no object that comes and goes can own it.
@@ -18,14 +17,14 @@ STATE = {
     "apex/amp/_amp_state.py _amp_state": "programs read and write it, one object of the module in Apex",
     "apex/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
     "apex/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
-    "patching/patches.py _waiting": "wrapt's import hooks cannot be taken back, so a module gets one for all handles",
-    "patching/patches.py writing": "patches are written to objects that all threads share",
-    "runtime/active.py handles": "a process has one torch, so one handle patches it",
-    "runtime/active.py activated": "packages above hear of handles that are not made yet",
-    "runtime/runtime.py suspended": "as activated",
-    "stepping/ranks.py _made": "a process group is a collective to make, and lives as long as the process",
-    "stepping/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
-    "stepping/links.py _links": "a half parameter outlives the handle that gave it a master",
+    "core/patches.py _waiting": "wrapt's import hooks cannot be taken back, so a module gets one for all handles",
+    "core/patches.py writing": "patches are written to objects that all threads share",
+    "core/active.py handles": "a process has one torch, so one handle patches it",
+    "core/active.py activated": "packages above hear of handles that are not made yet",
+    "core/runtime.py suspended": "as activated",
+    "core/ranks.py _made": "a process group is a collective to make, and lives as long as the process",
+    "core/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
+    "core/links.py _links": "a half parameter outlives the handle that gave it a master",
     "torch_private.py ASKED": "filled while the module is imported, and read by the tests",
     "torch_private.py MISSING": "as ASKED",
     "torch_private.py mkldnn": "stands for a module of torch; it has no state",
@@ -36,7 +35,7 @@ _IMMUTABLE = {"MultiTensorApply", "ParamSpec", "Rule", "TypeVar", "_Unnamed"}
 PATCHES = {
     "patching": "by the lists: sets of patches, and what the compilers know of them",
     "program": "what the program does",
-    "runtime/patched_torch.py": "by the lists: gives each replacement to `patching`",
+    "core/patched_torch.py": "by the lists: gives each replacement to `patching`",
     "apex/fastai1": "modules of fastai v1, and nothing of torch",
 }
 
@@ -88,7 +87,7 @@ def test_only_patching_writes_to_torch() -> None:
 def test_only_program_registers_global_hooks() -> None:
     registers = re.compile(r"\bregister_(optimizer_step|module)_\w+")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if registers.search(TEXTS[path])}
-    assert found == {"program/hooks.py", "program/points.py"}
+    assert found == {"core/hooks.py", "core/points.py"}
 
 
 def test_each_set_of_patches_has_its_reason() -> None:
@@ -110,7 +109,7 @@ def subscribers() -> dict[str, set[str]]:
 
 def test_the_order_of_subscribers_is_one_table() -> None:
     tables = [str(path.relative_to(PACKAGE)) for path in FILES if ".subscribe(" in TEXTS[path]]
-    assert tables == ["runtime/runtime.py"]
+    assert tables == ["core/runtime.py"]
     program = runtime_of(autoamp.init(device_type="cpu")).optimizers.program
     assert {type(one).__name__ for one in program.subscribers} == set(subscribers())
 

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.auto_scaling`."""
+"""Tests of `autoamp.core`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autoamp
-from autoamp.auto_scaling import AutoScale
+from autoamp.core import AutoScale
 from tests.auto_scaling.programs import NO_CASTS
 
 

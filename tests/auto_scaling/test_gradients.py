@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.auto_scaling import AutoScale
-from autoamp.program import Subscriber
-from autoamp.runtime import runtime_of
+from autoamp.core import AutoScale, Subscriber, runtime_of
 from tests.auto_scaling.programs import NO_CASTS, assert_equal, gradients, make
 
 

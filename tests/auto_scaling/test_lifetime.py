@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.auto_scaling import AutoScale
+from autoamp.core import AutoScale
 from tests.auto_scaling.programs import gradients, make, train_step
 
 

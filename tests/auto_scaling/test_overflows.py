@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.auto_scaling import AutoScale
-from autoamp.runtime import runtime_of
-from autoamp.scaling import UnreadFlags
+from autoamp.core import AutoScale, UnreadFlags, runtime_of
 from tests.auto_scaling.programs import NO_CASTS, assert_equal, gradients, make, train_step
 from tests.waits import counted_reads
 

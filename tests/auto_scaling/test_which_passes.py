@@ -12,9 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import autoamp
-from autoamp.auto_scaling import AutoScale
-from autoamp.runtime import runtime_of
-from autoamp.scaling import local_of
+from autoamp.core import AutoScale, local_of, runtime_of
 from tests.auto_scaling.programs import NO_CASTS, gradients, make, train_step
 
 

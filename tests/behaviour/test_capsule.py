@@ -217,4 +217,4 @@ def test_files_that_are_no_capsules_are_refused_in_one_line(tmp_path: Path, caps
     assert f"--capsule {str(text)!r}: expected a folder" in capsys.readouterr().err
     assert main([*RUN, *FP16, "x", "--opt-level", "O2", __file__]) == 2
     assert "--capsule: expected --opt-level O1, got O2" in capsys.readouterr().err
-    assert autoamp.runtime.current_handle() is None
+    assert autoamp.core.current_handle() is None

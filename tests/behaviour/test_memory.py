@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.memory import why_not_kept
+from autoamp.cli.memory import why_not_kept
 from tests.launches import Ended, environment, forks, launched, written
 
 pytestmark = pytest.mark.skipif(why_not_kept() is not None, reason=f"needs glibc's own malloc: {why_not_kept()}")

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.casting`."""
+"""Tests of `autoamp.core`."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.casting import CastState
+from autoamp.core import CastState
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.casting import flat_layout
+from autoamp.core import flat_layout
 
 SIZES = {"input_size": 5, "hidden_size": 6, "num_layers": 2}
 
@@ -41,7 +41,7 @@ def pretend_cudnn(monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
     LAYOUTS.clear()
     flat_layout.cache_clear()
     monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda _: takes)
-    monkeypatch.setattr("autoamp.casting.flat_weights.lay_out", lay_out)
+    monkeypatch.setattr("autoamp.core.flat_weights.lay_out", lay_out)
 
 
 def in_one_tensor(weights: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import autoamp
-from autoamp.casting import CastState
+from autoamp.core import CastState
 from tests.casting._shared import make
 
 HALF = torch.bfloat16

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import autoamp
-from autoamp.casting import CastState
+from autoamp.core import CastState
 from autoamp.tensors import iter_tensors
 from tests.casting._shared import CAST_DTYPES, HALVES, in_thread, make, nested, snapshot
 

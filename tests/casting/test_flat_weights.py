@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoamp.casting import flatten_weights
+from autoamp.core import flatten_weights
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, pretend_cudnn
 
 

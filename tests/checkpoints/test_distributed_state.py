@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import autoamp
-from autoamp.checkpoints import DistributedState
-from autoamp.checkpoints.distributed_state import load_optimizers, optimizers_state
+from autoamp.core import DistributedState
+from autoamp.core.distributed_state import load_optimizers, optimizers_state
 from autoamp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
 
 # Without a process group torch says that it assumes that one process is all there is.

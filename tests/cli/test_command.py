@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autoamp.cli import main
-from autoamp.ops import known_ops
+from autoamp.core import known_ops
 from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")

@@ -12,7 +12,7 @@ import torch
 
 import autoamp
 from autoamp.cli import main
-from autoamp.runtime import Handle, current_handle
+from autoamp.core import Handle, current_handle
 
 QUICK = ["doctor", "--quick", "--device-type", "cpu"]
 

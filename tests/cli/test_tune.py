@@ -15,8 +15,8 @@ import pytest
 
 from autoamp.cli import main
 from autoamp.cli.searches import ProgramRuns, seconds_of
-from autoamp.rules import CastPolicy, load_table
-from autoamp.tuning import Proposal, Stopped
+from autoamp.core import CastPolicy, load_table
+from autoamp.tools.tuning import Proposal, Stopped
 
 ON_CPU = ["--dtype", "fp16", "--device-type", "cpu"]
 

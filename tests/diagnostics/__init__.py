@@ -1,1 +1,1 @@
-"""Tests of `autoamp.diagnostics`."""
+"""Tests of `autoamp.tools`."""

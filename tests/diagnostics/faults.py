@@ -14,7 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import autoamp
-from autoamp.diagnostics import Overflow
+from autoamp.tools import Overflow
 
 
 class Net(nn.Module):

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import autoamp
-from autoamp.diagnostics.list_checks import autocast_differences, autocast_policies
-from autoamp.rules import CastPolicy, CastTable, load_table, shipped_table
+from autoamp.core import CastPolicy, CastTable, load_table, shipped_table
+from autoamp.tools.list_checks import autocast_differences, autocast_policies
 from autoamp.torch_private import autocast_registrations
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}

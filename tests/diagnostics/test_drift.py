@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.diagnostics.list_checks import check_lists
-from autoamp.ops import known_ops
-from autoamp.rules import CastPolicy, CastTable, shipped_table
+from autoamp.core import CastPolicy, CastTable, known_ops, shipped_table
+from autoamp.tools.list_checks import check_lists
 
 
 def test_every_public_callable_of_this_torch_is_classified() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import failures
+from autoamp.tools import failures
 from tests.diagnostics.faults import line_of
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.core import UnreadFlags, make_scaler, runtime_of
 from autoamp.errors import UsageError
-from autoamp.runtime import runtime_of
-from autoamp.scaling import UnreadFlags, make_scaler
 
 INF = float("inf")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoamp.diagnostics import Observer
+from autoamp.tools import Observer
 
 
 class Computes(Observer):

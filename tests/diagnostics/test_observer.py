@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoamp
-from autoamp.diagnostics import Call, Observer
+from autoamp.tools import Call, Observer
 
 
 class Notes(Observer):

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, Overflow, ScaleSearch
+from autoamp.core import DynamicLossScaler
 from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.scaling import DynamicLossScaler
+from autoamp.tools import HalfPrecisionOp, NotFiniteInFp32, Overflow, ScaleSearch
 from tests.diagnostics.faults import Fault, Net, found_in, line_of, mean_square, started, take_step, train
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, NotLocated, ScaleSearch, diagnostics_of
-from autoamp.runtime import current_handle
+from autoamp.core import current_handle
+from autoamp.tools import HalfPrecisionOp, NotFiniteInFp32, NotLocated, ScaleSearch, diagnostics_of
 from tests.diagnostics.faults import (
     BIG_TIMES_BIG,
     Fault,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoamp.diagnostics import HalfPrecisionOp, NotFiniteInFp32, ScaleSearch
-from autoamp.scaling import DynamicLossScaler
+from autoamp.core import DynamicLossScaler
+from autoamp.tools import HalfPrecisionOp, NotFiniteInFp32, ScaleSearch
 from tests.diagnostics.faults import (
     BIG_TIMES_BIG,
     Net,

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoamp.diagnostics import Communication, HalfPrecisionOp
+from autoamp.core import UnreadFlags, runtime_of
 from autoamp.errors import NonFiniteGradientsError
-from autoamp.runtime import runtime_of
-from autoamp.scaling import UnreadFlags
+from autoamp.tools import Communication, HalfPrecisionOp
 from tests.diagnostics.faults import Net, found_in, line_of, mean_square, squared, started, take_step
 from tests.launches import launched
 

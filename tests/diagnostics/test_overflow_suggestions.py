@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import HalfPrecisionOp
+from autoamp.tools import HalfPrecisionOp
 from tests.diagnostics.faults import (
     Faulty,
     Net,

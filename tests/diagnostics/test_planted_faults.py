@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import NotLocated, Overflow
+from autoamp.core import current_handle
 from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.runtime import current_handle
+from autoamp.tools import NotLocated, Overflow
 
 MODES = ("auto_scale", "scale_loss", "fixed scale", "own GradScaler", "FP16_Optimizer", "O2", "bf16", "fp32")
 PLACES = ("module", "between", "loss", "backward", "data", "weight", "optimizer state")

@@ -15,7 +15,7 @@ from torch import nn
 
 import autoamp
 from autoamp.cli import main
-from autoamp.diagnostics import OpRange, RangeProfile
+from autoamp.tools import OpRange, RangeProfile
 from tests.launches import launched
 
 
@@ -103,7 +103,7 @@ def test_without_a_step_gradients_are_read_at_the_end(handle: Any) -> None:
 def test_what_it_computes_itself_is_not_observed(handle: Any) -> None:
     observed: list[str] = []
 
-    class Names(autoamp.diagnostics.Observer):
+    class Names(autoamp.tools.Observer):
         def before(self, call: Any) -> None:
             observed.append(call.op.name)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import report_page
+from autoamp.tools import report_page
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoamp.diagnostics import CastTrace, Row
+from autoamp.tools import CastTrace, Row
 from autoamp.torch_private import dispatch_modes
 
 

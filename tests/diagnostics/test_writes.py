@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics.step_recorder import StepRecorder
+from autoamp.tools.step_recorder import StepRecorder
 
 CALLS: list[int] = []
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import autoamp
-from autoamp.rules import load_table
+from autoamp.core import load_table
 from tests.architecture.test_floors import exported
 from tests.docs.pages import BLOCKS, LANGUAGES, PAGES, ROOT, documented, found_at, prose_of, text_of
 
@@ -58,8 +58,8 @@ def test_the_reference_has_no_name_that_is_not_there() -> None:
 
 # Made by the package, and by nobody else: their docstrings say what one does with them.
 MADE_FOR_USERS = {
-    "autoamp.BaseHandle", "autoamp.Handle", "autoamp.NoOpHandle", "autoamp.Region", "autoamp.casting.CastCache",
-    "autoamp.diagnostics.Call", "autoamp.diagnostics.Observation", "autoamp.rules.CastPolicy",
+    "autoamp.BaseHandle", "autoamp.Handle", "autoamp.NoOpHandle", "autoamp.Region", "autoamp.core.CastCache",
+    "autoamp.tools.Call", "autoamp.tools.Observation", "autoamp.core.CastPolicy",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.rules import CastPolicy, shipped_sets, shipped_table
+from autoamp.core import CastPolicy, shipped_sets, shipped_table
 from tests.docs.pages import ROOT
 
 # One worker builds the site once.

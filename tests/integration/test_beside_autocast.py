@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.rules import shipped_table
+from autoamp.core import shipped_table
 
 Program = Callable[[], list[Tensor]]
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import OverflowTrace
+from autoamp.core import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags, runtime_of
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.runtime import runtime_of
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags
+from autoamp.tools import OverflowTrace
 from tests.waits import counted_reads
 
 STEPS = 14
@@ -48,7 +47,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def end() -> None:
-    handle = autoamp.runtime.current_handle()
+    handle = autoamp.core.current_handle()
     if handle is not None:
         handle.deactivate()
 
@@ -164,7 +163,7 @@ def test_each_level_trains_the_same_with_flags_unread(opt_level: str, reads: lis
             model, OPTIMIZERS["Adam"](model.parameters()), opt_level=opt_level, loss_scale="dynamic",
             dtype=torch.float16, verbosity=0,
         )  # fmt: skip
-        handle = autoamp.runtime.current_handle()
+        handle = autoamp.core.current_handle()
         assert handle is not None
         defer(runtime_of(handle).optimizers.scalers[0], late)
         reads.clear()
@@ -335,7 +334,7 @@ def test_skips_are_logged_with_the_scale_they_had(caplog: pytest.LogCaptureFixtu
         for step in range(STEPS):
             plain(handle, model, optimizer, step)
         assert handle.skipped_steps == 4
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("autoamp.stepping")] == [
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("autoamp.core")] == [
         "SGD: step skipped, gradients overflowed at loss scale 1024, the next is 512 (skipped 1, in a row 1)",
         "SGD: step skipped, gradients overflowed at loss scale 512, the next is 256 (skipped 2, in a row 1)",
         "SGD: step skipped, gradients overflowed at loss scale 256, the next is 128 (skipped 4, in a row 1)",

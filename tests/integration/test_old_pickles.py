@@ -41,7 +41,7 @@ def test_a_saved_object_loads_and_is_saved_again(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "home"),
     [
-        ("DynamicLossScaler", "autoamp.scaling"), ("StaticLossScaler", "autoamp.scaling"),
+        ("DynamicLossScaler", "autoamp.core"), ("StaticLossScaler", "autoamp.core"),
         ("fp16_utils.LossScaler", "autoamp.apex.fp16_utils"),
         ("fp16_utils.DynamicLossScaler", "autoamp.apex.fp16_utils"),
         ("network_to_half", "autoamp.apex.fp16_utils"), ("FP16Model", "autoamp.apex.fp16_utils"),

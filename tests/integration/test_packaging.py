@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.rules import shipped_table
+from autoamp.core import shipped_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_SETS = {path.name for path in (ROOT / "lists").glob("*.toml")}
@@ -45,10 +45,10 @@ site.addsitedir({site!r})
 sys.path.append({dependencies!r})
 import torch
 before = set(sys.modules)
-import autoamp, autoamp.cli, autoamp.exports, autoamp.rules
+import autoamp, autoamp.cli, autoamp.exports, autoamp.core
 print(autoamp.__file__)
-print(*autoamp.rules.shipped_sets())
-print(*(rule.target for rule in autoamp.rules.shipped_table("default").rules))
+print(*autoamp.core.shipped_sets())
+print(*(rule.target for rule in autoamp.core.shipped_table("default").rules))
 print(*set(sys.modules) - before)
 """
 
@@ -155,7 +155,7 @@ def test_installed_package_reads_its_lists(python: Path, editable: Path, sources
     assert {f"{name}.toml" for name in sets.split()} == SHIPPED_SETS
     assert rules.split() == [rule.target for rule in shipped_table("default").rules]
     # `torch.utils.benchmark` imports `cpp_extension`, which tells of a CUDA build of torch without a CUDA runtime.
-    assert "autoamp.tuning" in added.split()
+    assert "autoamp.tools.tuning" in added.split()
     assert not {"torch.utils.benchmark", "torch.utils.cpp_extension"}.intersection(added.split())
 
 

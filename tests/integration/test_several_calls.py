@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import autoamp
-from autoamp.runtime import runtime_of
-from autoamp.stepping import master_of
+from autoamp.core import master_of, runtime_of
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["cross_entropy"]}
 # A level of each kind before and after one of another kind, and two with masters.

@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 
 import autoamp
 import autoamp.optimizers
-from autoamp.diagnostics import diagnostics_of
+from autoamp.core import UnreadFlags, current_handle, runtime_of
 from autoamp.fp16_utils import FP16_Optimizer
-from autoamp.runtime import current_handle, runtime_of
-from autoamp.scaling import UnreadFlags
+from autoamp.tools import diagnostics_of
 from tests.states import differences
 
 # What makes more state than the defaults do.

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.modules`."""
+"""Tests of `autoamp.core`."""

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import autoamp
-from autoamp.runtime import runtime_of
+from autoamp.core import runtime_of
 from tests.modules.watches import Calls
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["softmax"]}

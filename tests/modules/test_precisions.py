@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.runtime import runtime_of
+from autoamp.core import runtime_of
 from tests.modules.watches import FP32, HALF, Calls, Other, Outer, Watch, computed, marks, start
 
 WATCH, OTHER = (f"{cls.__module__}.{cls.__name__}" for cls in (Watch, Other))

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autoamp
+from autoamp.core import Handle, ModuleCasts, runtime_of
 from autoamp.errors import UsageError
-from autoamp.modules import ModuleCasts
-from autoamp.runtime import Handle, runtime_of
 from tests.modules.watches import Calls
 
 

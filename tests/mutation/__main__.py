@@ -93,9 +93,9 @@ TESTS = {
     ],
 }
 # Modules apart from their package: they are about several ranks, and tests with these take long.
-APART = {"ranks": ["autoamp/stepping/rank_consistency.py", "autoamp/stepping/ranks.py"]}
+APART = {"ranks": ["autoamp/core/rank_consistency.py", "autoamp/core/ranks.py"]}
 # What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
-ON_CUDA_ALONE = ["autoamp/casting/flat_weights.py"]
+ON_CUDA_ALONE = ["autoamp/core/flat_weights.py"]
 # What these do to numbers and strings that are compared depends on which objects Python shares. And what is compared by
 # identity (None, classes, functions, dtypes, layouts) is equal to itself alone.
 POINTLESS = (

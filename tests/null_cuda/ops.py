@@ -20,7 +20,7 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils._pytree import tree_leaves, tree_map, tree_unflatten
 
 import autoamp
-from autoamp.rules import CastPolicy, shipped_table
+from autoamp.core import CastPolicy, shipped_table
 from tests.null_cuda.training import HALVES
 from tests.saved import SavedTensors
 from tests.sweep.cases import FLOATS, MODES, OPS, Call

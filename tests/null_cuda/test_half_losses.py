@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoamp.diagnostics import HalfLosses
+from autoamp.tools import HalfLosses
 from tests.null_cuda.device import Cost, spent
 from tests.null_cuda.training import HALVES, OPTIMIZERS, open_libraries
 

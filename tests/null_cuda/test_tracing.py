@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.diagnostics import diagnostics_of
+from autoamp.tools import diagnostics_of
 from tests.null_cuda.device import Cost, spent
 from tests.null_cuda.training import OPTIMIZERS, open_libraries
 

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.ops`."""
+"""Tests of `autoamp.core`."""

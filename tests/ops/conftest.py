@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoamp.patching import original_of
+from autoamp.core import original_of
 
 
 @pytest.fixture(autouse=True)

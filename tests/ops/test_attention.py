@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.casting import CastState
-from autoamp.ops.attention import build_attention
+from autoamp.core import CastState
+from autoamp.core.attention import build_attention
 
 
 class Attentions(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.patching import original_of
+from autoamp.core import original_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 

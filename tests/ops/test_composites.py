@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting import CastState
-from autoamp.ops.composites import COMPOSITES, build_composite
+from autoamp.core import CastState
+from autoamp.core.composites import COMPOSITES, build_composite
 
 HALVES = torch.float16, torch.bfloat16
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 import autoamp
-from autoamp.casting import RECURRENT_LAYERS, CastState
-from autoamp.ops.recurrent import build_recurrent
+from autoamp.core import RECURRENT_LAYERS, CastState
+from autoamp.core.recurrent import build_recurrent
 from tests.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, pretend_cudnn
 
 

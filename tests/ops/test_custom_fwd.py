@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.patching import original_of
+from autoamp.core import original_of
 
 HALF, FP32 = torch.bfloat16, torch.float32
 

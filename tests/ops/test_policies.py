@@ -19,10 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.casting import CastState
-from autoamp.ops import build_replacement
-from autoamp.rules import CastPolicy
-from autoamp.runtime import runtime_of
+from autoamp.core import CastPolicy, CastState, build_replacement, runtime_of
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LISTS: dict[str, Any] = {

@@ -12,9 +12,20 @@ import pytest
 import torch
 
 import autoamp
+from autoamp.core import (
+    CastPolicy,
+    CastRule,
+    CastTable,
+    RuleSource,
+    Target,
+    expand,
+    known_ops,
+    load_table,
+    locate,
+    owns_its_names,
+    target_at,
+)
 from autoamp.errors import ListFileError
-from autoamp.ops import Target, expand, known_ops, locate, owns_its_names, target_at
-from autoamp.rules import CastPolicy, CastRule, CastTable, RuleSource, load_table
 from tests.patching._shared import package
 
 
@@ -224,7 +235,7 @@ def test_a_dotted_name_of_a_module_that_is_not_imported_waits_and_imports_nothin
 
 
 def test_torch_keeps_its_own_names_but_for_layers_and_distributions() -> None:
-    own = "torch torch.functional torch.nn.functional torch._refs torch._dynamo.utils autoamp autoamp.casting"
+    own = "torch torch.functional torch.nn.functional torch._refs torch._dynamo.utils autoamp autoamp.core"
     others = (
         "torch.nn.attention torch.nn.modules.activation torch.distributions.bernoulli torchvision.ops autoamped apex "
         "zoo __main__"

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.patching`."""
+"""Tests of `autoamp.core`."""

@@ -7,7 +7,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from autoamp.patching import imitate
+from autoamp.core import imitate
 
 NOTHING: tuple[str, ...] = ()
 

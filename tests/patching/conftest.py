@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autoamp.patching import PatchSet
+from autoamp.core import PatchSet
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from autoamp.core import PatchSet, explain_missing, original_of, resolve, spelled_out
 from autoamp.errors import PatchError
-from autoamp.patching import PatchSet, explain_missing, original_of, resolve, spelled_out
 from tests.patching._shared import Base, package, replacement_of
 
 # -- waiting for an import --

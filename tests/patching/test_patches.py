@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import wrapt
 
+from autoamp.core import PatchSet, check_writable, imitate, mark, name_by, original_of
 from autoamp.errors import PatchError
-from autoamp.patching import PatchSet, check_writable, imitate, mark, name_by, original_of
 from tests.patching._shared import NOTHING, Base, Derived, module_with, replacement_of
 
 # -- one patch --

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.program`."""
+"""Tests of `autoamp.core`."""

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from autoamp.patching import PatchSet
-from autoamp.program import Program, Subscriber, listen
+from autoamp.core import PatchSet, Program, Subscriber, listen
 
 HEARD: list[Any] = []
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.rules import CastPolicy, CastTable
+from autoamp.core import CastPolicy, CastTable
 
 # Torch is patched anew for each graph.
 MANY = settings(max_examples=settings.default.max_examples // 2)

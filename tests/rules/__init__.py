@@ -1,1 +1,1 @@
-"""Tests of `autoamp.rules`."""
+"""Tests of `autoamp.core`."""

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from autoamp.core import CastTable, load_table, located
 from autoamp.errors import ListFileError
-from autoamp.rules import CastTable, load_table, located
 
 POLICY_KEYS = ("fp16", "fp32", "promote", "none")
 

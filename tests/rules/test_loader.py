@@ -13,16 +13,8 @@ from typing import Any
 import pytest
 
 import autoamp
+from autoamp.core import CastPolicy, CastRule, CastTable, ModulePrecision, ModuleRule, RuleSource, located
 from autoamp.errors import ListFileError
-from autoamp.rules import (
-    CastPolicy,
-    CastRule,
-    CastTable,
-    ModulePrecision,
-    ModuleRule,
-    RuleSource,
-    located,
-)
 from tests.rules._shared import check_refused, load, policies, write
 
 # -- where sets are found --
@@ -47,7 +39,7 @@ def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_a
     write(tmp_path / lists_at / "default.toml", 'fp32 = ["softmax"]')
     write(tmp_path / lists_at / "mine.toml", "")
     code = (
-        "from autoamp.rules import load_table, shipped_sets\ntable = load_table(environ={})\n"
+        "from autoamp.core import load_table, shipped_sets\ntable = load_table(environ={})\n"
         "print(shipped_sets(), table.rules[0].origin, len(table.rules))"
     )
     assert printed(code, tmp_path, str(tmp_path)) == "('default', 'mine') lists/default.toml:2 1\n"
@@ -226,7 +218,7 @@ lists = ["apex", "conf/extra.toml"]
 fp32 = [
   "silu",
 ]
-[tool.autoamp.modules]
+[tool.autoamp.core]
 head = "fp32"
 """, schema=False)  # fmt: skip
     deep = place / "x"

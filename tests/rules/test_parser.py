@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoamp.core import CastPolicy, CastRule, ModulePrecision, ModuleRule, RuleSource
 from autoamp.errors import ListFileError
-from autoamp.rules import CastPolicy, CastRule, ModulePrecision, ModuleRule, RuleSource
 from tests.rules._shared import POLICY_KEYS, check_refused, list_sets, load, policies, write
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from autoamp.core import CastTable, admits_version
 from autoamp.errors import ListFileError
-from autoamp.rules import CastTable, admits_version
 from tests.rules._shared import list_sets, load, policies
 
 

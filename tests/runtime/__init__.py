@@ -1,1 +1,1 @@
-"""Tests of `autoamp.runtime`."""
+"""Tests of `autoamp.core`."""

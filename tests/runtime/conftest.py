@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autoamp.runtime import Handle
+from autoamp.core import Handle
 from tests.runtime.shared import Training, init
 
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.patching import original_of
-from autoamp.runtime import Handle
+from autoamp.core import Handle, original_of
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 

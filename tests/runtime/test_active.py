@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.core import Handle, activated, suspended
 from autoamp.errors import UsageError
-from autoamp.runtime import Handle, activated, suspended
 from tests.runtime.shared import BF16, FULL, HALF, Training, in_thread, init, patched, region, runs_in, steps
 
 

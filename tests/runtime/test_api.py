@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import autoamp
-from autoamp.runtime import Handle
+from autoamp.core import Handle
 from tests.runtime.shared import BF16, FULL, HALF, LISTS, Training, in_thread, init, ones, patched, region, runs_in
 
 # -- init --

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.core import Handle, LossScaler
 from autoamp.errors import UsageError
-from autoamp.runtime import Handle
-from autoamp.scaling import LossScaler
 from tests.runtime.shared import Training, init, steps
 
 # -- from init() to deactivate() --

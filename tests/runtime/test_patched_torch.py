@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.jit._builtins import _get_builtin_table
 
 import autoamp
-from autoamp.patching import original_of
-from autoamp.patching.patches import mark_of
-from autoamp.runtime import Handle
+from autoamp.core import Handle, original_of
+from autoamp.core.patches import mark_of
 from tests.runtime import shared
 from tests.runtime.shared import HALF, ones
 
@@ -380,7 +379,7 @@ def test_dynamo_and_overrides_take_originals_when_imported_while_patched() -> No
         import torch, autoamp
         handle = autoamp.init(device_type="cpu", dtype=torch.float16)
         import torch._dynamo
-        from autoamp.patching import original_of
+        from autoamp.core import original_of
         for name in ("utils", "variables.tensor", "variables.torch"):
             module = __import__(f"torch._dynamo.{name}", fromlist=["x"])
             for key, value in vars(module).items():

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.core import Handle, NoOpHandle
 from autoamp.errors import ListFileError, UsageError
-from autoamp.runtime import Handle, NoOpHandle
 from tests.runtime.shared import FULL, HALF, Training, in_thread, init, ones, patched, region, runs_in, steps
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.runtime import Handle
+from autoamp.core import Handle
 from tests.runtime import shared
 from tests.runtime.shared import HALF, ones
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import autoamp
+from autoamp.core import DynamicLossScaler, Handle
 from autoamp.errors import AutoampError
-from autoamp.runtime import Handle
-from autoamp.scaling import DynamicLossScaler
 from tests.runtime.shared import HALF, Training, init, runs_in, steps
 
 

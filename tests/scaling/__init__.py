@@ -1,1 +1,1 @@
-"""Tests of `autoamp.scaling`."""
+"""Tests of `autoamp.core`."""

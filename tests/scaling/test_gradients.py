@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoamp.errors import UsageError
-from autoamp.scaling import (
+from autoamp.core import (
     Scale,
     found_any,
     non_finite,
@@ -26,6 +25,7 @@ from autoamp.scaling import (
     unscale_,
     widened,
 )
+from autoamp.errors import UsageError
 from tests.waits import counted_reads
 
 REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

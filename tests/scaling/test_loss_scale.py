@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoamp.core import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags, make_scaler
 from autoamp.errors import AutoampError, LossScaleError
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler, UnreadFlags, make_scaler
 
 CPU = torch.device("cpu")
 FACTORS = st.sampled_from([(2.0, 0.5), (4.0, 0.25), (1.7, 0.3), (1.001, 0.999), (3.0, 0.1)])

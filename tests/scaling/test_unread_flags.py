@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoamp.scaling import UnreadFlags, is_same_scale
+from autoamp.core import UnreadFlags, is_same_scale
 
 Told = list[tuple[int, bool]]
 

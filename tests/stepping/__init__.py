@@ -1,1 +1,1 @@
-"""Tests of `autoamp.stepping`."""
+"""Tests of `autoamp.core`."""

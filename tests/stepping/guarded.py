@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.scaling import DynamicLossScaler, LossScaler
-from autoamp.stepping import StepGuard, StepOwner, scaled_block
+from autoamp.core import DynamicLossScaler, LossScaler, StepGuard, StepOwner, scaled_block
 
 
 class Owner(StepOwner[StepGuard]):

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import Linear, Parameter
 
 import autoamp
+from autoamp.core.attach import AttachedMethod, is_optimizer, named_params, stepped_params
 from autoamp.errors import UsageError
-from autoamp.stepping.attach import AttachedMethod, is_optimizer, named_params, stepped_params
 
 
 class Plain:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from autoamp.core import DynamicLossScaler, StaticLossScaler, StepGuard, scaled_block
 from autoamp.errors import UsageError
-from autoamp.scaling import DynamicLossScaler, StaticLossScaler
-from autoamp.stepping import StepGuard, scaled_block
 from tests.stepping.guarded import Setup, guard_of, scale_loss
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from autoamp.core import DynamicLossScaler
 from autoamp.errors import UsageError
-from autoamp.scaling import DynamicLossScaler
 from tests.stepping.guarded import Setup, guard_of, scale_loss
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -232,7 +232,7 @@ def test_under_a_scheduler_an_uninstalled_guard_lets_calls_pass() -> None:
 
 def test_skips_are_logged_at_powers_of_two(caplog: pytest.LogCaptureFixture) -> None:
     setup = Setup()
-    with caplog.at_level(logging.WARNING, "autoamp.stepping"):
+    with caplog.at_level(logging.WARNING, "autoamp.core"):
         for _ in range(9):
             setup.optimizer.zero_grad()
             setup.backward(math.inf)

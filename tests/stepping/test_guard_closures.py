@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from autoamp.core import DynamicLossScaler, LossScaler, StaticLossScaler
 from autoamp.errors import NonFiniteGradientsError
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 from tests.stepping.guarded import guard_of, scale_loss
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import autoamp
+from autoamp.core import master_of
 from autoamp.errors import UsageError
-from autoamp.stepping import master_of
 from tests.stepping.networks import backward, masters, network, o2, sgd
 
 

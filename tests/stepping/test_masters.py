@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.core import MasterWeights, fit_state, master_of
 from autoamp.fp16_utils import FP16_Optimizer
 from autoamp.optimizers import FusedSGD
-from autoamp.stepping import MasterWeights, fit_state, master_of
 from tests.stepping.networks import backward, data, equal, grads, loss_of, masters, network, o2, sgd, snapshot
 
 # -- values --

@@ -15,11 +15,8 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoamp
-from autoamp.casting import CastState
+from autoamp.core import CastState, DynamicLossScaler, GuardedOptimizers, RequestedGroup, StaticLossScaler, runtime_of
 from autoamp.errors import UsageError
-from autoamp.runtime import runtime_of
-from autoamp.scaling import DynamicLossScaler, StaticLossScaler
-from autoamp.stepping import GuardedOptimizers, RequestedGroup
 
 
 def guarded() -> GuardedOptimizers:

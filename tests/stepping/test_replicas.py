@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
-from autoamp.stepping.ranks import Sync, kept_equal, living_wrappers, next_sync, watch_wrappers
+from autoamp.core.ranks import Sync, kept_equal, living_wrappers, next_sync, watch_wrappers
 from tests.stepping.networks import loss_of, network, sgd
 
 

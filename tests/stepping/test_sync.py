@@ -13,10 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from autoamp.core import is_flat, is_sharded, local_of, ranks
+from autoamp.core.ranks import RequestedGroup, SyncGroup
 from autoamp.errors import UsageError
-from autoamp.scaling import is_flat, is_sharded, local_of
-from autoamp.stepping import ranks
-from autoamp.stepping.ranks import RequestedGroup, SyncGroup
 
 
 def group_of(params: Sequence[nn.Parameter], asked: RequestedGroup | None = None) -> SyncGroup | None:

@@ -17,8 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import autoamp
-from autoamp.ops import expand
-from autoamp.rules import CastPolicy, shipped_table
+from autoamp.core import CastPolicy, expand, shipped_table
 
 FP32, FP64 = torch.float32, torch.float64
 FLOATS = frozenset({torch.float16, torch.bfloat16, FP32})

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 import autoamp
-from autoamp.rules import CastPolicy
+from autoamp.core import CastPolicy
 
 from .cases import (
     FLOATS,

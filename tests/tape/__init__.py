@@ -1,1 +1,1 @@
-"""Tests of `autoamp.tape`."""
+"""Tests of `autoamp.tools.tape`."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoamp.tape import Op, Rerun, Tape
+from autoamp.tools.tape import Op, Rerun, Tape
 
 WIDTH, TOKENS, BATCH = 16, 6, 4
 

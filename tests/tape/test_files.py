@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoamp.errors import TapeError
-from autoamp.tape import CannotRerun, Load, Op, Place, Ref, Rerun, load_tape, record, save_tape
+from autoamp.tools.tape import CannotRerun, Load, Op, Place, Ref, Rerun, load_tape, record, save_tape
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.tape import Op, Rerun, Tape, everything, load_tape, record, save_tape
 from autoamp.tensors import iter_tensors
+from autoamp.tools.tape import Op, Rerun, Tape, everything, load_tape, record, save_tape
 from tests.tape.programs import Program
 
 MODES = ("fp32", "bf16", "fp16", "bf16 weights")

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from autoamp.tape import CannotRerun, Place, Rerun, record
+from autoamp.tools.tape import CannotRerun, Place, Rerun, record
 from tests.tape.programs import last_value
 
 # -- values that no operator made --

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import autoamp
-from autoamp.tape import CannotRerun, Load, Op, Place, Ref, Rerun, Tape, everything, record
+from autoamp.tools.tape import CannotRerun, Load, Op, Place, Ref, Rerun, Tape, everything, record
 from tests.tape.programs import last_value
 
 

@@ -1,1 +1,1 @@
-"""Tests of `autoamp.tuning`."""
+"""Tests of `autoamp.tools.tuning`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autoamp.tuning import Outcome, Proposal, Survey
-from autoamp.tuning.model import Use
+from autoamp.tools.tuning import Outcome, Proposal, Survey
+from autoamp.tools.tuning.model import Use
 
 
 def use(target: str, policy: str, fp32: float, half: float, *, casts: float = 0.0, **fields: Any) -> Use:

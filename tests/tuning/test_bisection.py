@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoamp.tuning import Bisection, Outcome, Proposal, Stopped, units_of
+from autoamp.tools.tuning import Bisection, Outcome, Proposal, Stopped, units_of
 from tests.tuning.planted import survey, use
 
 LAYERS = [use("linear", "fp16", 9, 3, module=f"layers.{number}", module_class="net.Layer") for number in range(60)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autoamp
-from autoamp.tuning import METRICS_VARIABLE, metric_of
+from autoamp.tools.tuning import METRICS_VARIABLE, metric_of
 
 NO_FILE = Path("no such file")
 

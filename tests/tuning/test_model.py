@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from autoamp.rules import CastPolicy, load_table
-from autoamp.tuning import Proposal, list_text, proposals_of
-from autoamp.tuning.model import Use
+from autoamp.core import CastPolicy, load_table
+from autoamp.tools.tuning import Proposal, list_text, proposals_of
+from autoamp.tools.tuning.model import Use
 from tests.tuning.planted import survey, use
 
 MUL = ("__mul__", "__rmul__", "mul", "multiply")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autoamp.tuning import Outcome, Proposal, Search, Stopped, proposals_of
+from autoamp.tools.tuning import Outcome, Proposal, Search, Stopped, proposals_of
 from tests.tuning.planted import Program, survey, use
 
 PLANTED = survey(

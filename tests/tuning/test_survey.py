@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.tuning import Proposal, Survey, SurveyEnded, Surveyor, proposals_of
+from autoamp.tools.tuning import Proposal, Survey, SurveyEnded, Surveyor, proposals_of
 
 ROWS, WIDTH = 64, 32
 

@@ -4,7 +4,7 @@ from autoamp.apex.amp._amp_state import _amp_state
 from autoamp.apex.amp.amp import init
 from autoamp.apex.amp.frontend import initialize, load_state_dict, state_dict
 from autoamp.apex.initialize import master_params, scale_loss
-from autoamp.runtime import (
+from autoamp.core import (
     disable_casts,
     float_function,
     half_function,

@@ -8,8 +8,8 @@ from autoamp.apex.amp.handle import AmpHandle, amp_handle
 from autoamp.apex.amp.properties import Properties, fill
 from autoamp.apex.amp.scaler import ScalerView
 from autoamp.apex.initialize import master_params
+from autoamp.core import current_runtime
 from autoamp.errors import UsageError
-from autoamp.runtime import current_runtime
 
 
 class AmpState:

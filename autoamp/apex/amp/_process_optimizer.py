@@ -9,9 +9,8 @@ from torch import Tensor
 
 from autoamp.apex.amp.scaler import ScalerView
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters
+from autoamp.core import MasterWeights, OverflowCheck, StepGuard, current_runtime, scaled_block
 from autoamp.errors import UsageError
-from autoamp.runtime import current_runtime
-from autoamp.stepping import MasterWeights, OverflowCheck, StepGuard, scaled_block
 
 
 class AmpOptimizerState(GroupsOfMasters):

@@ -6,12 +6,12 @@ import sys
 import types
 from typing import Any
 
-from autoamp import runtime
+from autoamp import core
 from autoamp.apex.alias import options
 from autoamp.apex.amp.frontend import of_alias
 from autoamp.apex.amp.handle import AmpHandle, NoOpHandle, amp_handle
 from autoamp.apex.amp.properties import as_flag, as_scale
-from autoamp.runtime import (
+from autoamp.core import (
     float_function,
     half_function,
     promote_function,
@@ -34,7 +34,7 @@ def init(
     ``loss_scale`` may be strings.
     """
     on = as_flag("enabled", enabled)
-    handle = runtime.init(bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned, **of_alias(options()))
+    handle = core.init(bool(on), as_scale(loss_scale), enable_caching, verbose, allow_banned, **of_alias(options()))
     return AmpHandle(handle, verbose) if on else NoOpHandle()
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from autoamp import runtime
+from autoamp import core
 from autoamp.apex.initialize import scale_loss
-from autoamp.runtime import current_handle, disable_casts
+from autoamp.core import current_handle, disable_casts
 
 
 class AmpHandle:
@@ -20,7 +20,7 @@ class AmpHandle:
         verbose: As given to ``amp.init``.
     """
 
-    def __init__(self, handle: runtime.BaseHandle, verbose: bool = False) -> None:
+    def __init__(self, handle: core.BaseHandle, verbose: bool = False) -> None:
         self._handle = handle
         self.verbose = verbose
 
@@ -56,7 +56,7 @@ class NoOpHandle(AmpHandle):
     """The handle of ``init(enabled=False)``: the surface of the other, with nothing behind it."""
 
     def __init__(self) -> None:
-        super().__init__(runtime.handles.disabled())
+        super().__init__(core.handles.disabled())
 
 
 def amp_handle() -> AmpHandle | None:

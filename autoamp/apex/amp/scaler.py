@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp import scaling
+from autoamp import core
 from autoamp.apex.amp_C.tensor_lists import multi_tensor_axpby, multi_tensor_scale
 from autoamp.apex.fp16_utils.loss_scaler import CurScale
-from autoamp.runtime import current_handle, current_runtime
-from autoamp.stepping import OverflowCheck, read_checks
+from autoamp.core import OverflowCheck, current_handle, current_runtime, read_checks
 
 
 class _ScalerField:
@@ -32,9 +31,9 @@ class _ScalerField:
         return getattr(view._scaler, self._name, vars(view).get(self._name, self._static))
 
     def __set__(self, view: ScalerView, value: Any) -> None:
-        if isinstance(view._scaler, scaling.DynamicLossScaler):
+        if isinstance(view._scaler, core.DynamicLossScaler):
             value = self._kind(value)
-            scaling.DynamicLossScaler(1.0, **{self._name: value})  # refuses what no scaler takes
+            core.DynamicLossScaler(1.0, **{self._name: value})  # refuses what no scaler takes
             setattr(view._scaler, self._name, value)
         else:
             vars(view)[self._name] = value
@@ -100,7 +99,7 @@ class ScalerView(UnscalesByHand):
         scaler: The scaler of autoamp that this is a view on.
     """
 
-    def __init__(self, scaler: scaling.LossScaler) -> None:
+    def __init__(self, scaler: core.LossScaler) -> None:
         self._scaler = scaler
 
     @functools.cached_property
@@ -117,7 +116,7 @@ class ScalerView(UnscalesByHand):
     @property
     def dynamic(self) -> bool:
         """Whether the scale follows overflows."""
-        return isinstance(self._scaler, scaling.DynamicLossScaler)
+        return isinstance(self._scaler, core.DynamicLossScaler)
 
     _loss_scale = CurScale.cur_scale
 
@@ -200,14 +199,14 @@ class LossScaler(ScalerView):
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
-        scaler: scaling.LossScaler
+        scaler: core.LossScaler
         if loss_scale == "dynamic":
-            scaler = scaling.DynamicLossScaler(
+            scaler = core.DynamicLossScaler(
                 min(init_scale, max_loss_scale), scale_factor, 1.0 / scale_factor, scale_window, min_loss_scale,
                 max_loss_scale,
             )  # fmt: skip
         else:
-            scaler = scaling.StaticLossScaler(float(loss_scale))
+            scaler = core.StaticLossScaler(float(loss_scale))
         super().__init__(scaler)
 
     @property

@@ -1,3 +1,3 @@
 """`apex.amp.wrap`. Its functions wrote casts into torch, which the lists do; their names tell the remedy."""
 
-from autoamp.runtime import disable_casts
+from autoamp.core import disable_casts

@@ -16,8 +16,8 @@ from torch import Tensor
 from autoamp import kernels
 from autoamp.apex import formulas
 from autoamp.apex.amp_C.tensor_lists import TensorLists, checked
+from autoamp.core import widened
 from autoamp.errors import UsageError
-from autoamp.scaling import widened
 
 
 @torch.no_grad()

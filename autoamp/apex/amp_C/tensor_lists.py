@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.core import widened
 from autoamp.errors import UsageError
-from autoamp.scaling import widened
 
 TensorLists = Sequence[Sequence[Tensor]]
 

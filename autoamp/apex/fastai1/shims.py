@@ -20,8 +20,8 @@ from typing import Any
 import numpy
 import torch
 
+from autoamp.core import PatchSet, imitate
 from autoamp.errors import UsageError
-from autoamp.patching import PatchSet, imitate
 
 log = logging.getLogger(__name__)
 

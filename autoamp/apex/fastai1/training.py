@@ -19,10 +19,19 @@ from torch.optim import Optimizer
 
 from autoamp.apex.fastai1.shims import ModulePatches, replace
 from autoamp.apex.fp16_utils import FP16_Optimizer
+from autoamp.core import (
+    DynamicLossScaler,
+    LossScaler,
+    PatchSet,
+    StaticLossScaler,
+    activated,
+    current_handle,
+    current_runtime,
+    original_of,
+    runtime_of,
+    suspended,
+)
 from autoamp.errors import UsageError
-from autoamp.patching import PatchSet, original_of
-from autoamp.runtime import activated, current_handle, current_runtime, runtime_of, suspended
-from autoamp.scaling import DynamicLossScaler, LossScaler, StaticLossScaler
 
 log = logging.getLogger(__name__)
 

@@ -18,20 +18,22 @@ from autoamp.apex.fp16_utils.fp16util import (
 )
 from autoamp.apex.fp16_utils.loss_scaler import Iterations, PokedDynamicScaler, PokedStaticScaler
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters, flat_masters
-from autoamp.errors import CheckpointError, UsageError, kind_of
-from autoamp.runtime import current_runtime
-from autoamp.scaling import DynamicLossScaler, LossScaler, scaled_loss
-from autoamp.stepping import (
+from autoamp.core import (
     BackwardWatch,
+    DynamicLossScaler,
+    LossScaler,
     MasterWeights,
     RequestedGroup,
     ScalesItself,
     StepGuard,
     StepOwner,
+    current_runtime,
     is_optimizer,
     joint_norm,
     scaled_block,
+    scaled_loss,
 )
+from autoamp.errors import CheckpointError, UsageError, kind_of
 
 _NO_COPY = (
     "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "
@@ -53,7 +55,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         dynamic_loss_args: For a dynamic scale: ``init_scale`` (default 2**16), ``scale_factor`` (2), by which an
             overflow divides the scale, and ``scale_window`` (2000), the number of steps without an overflow after which
             the scale is multiplied by it.
-        verbose: Has no effect, and exists because Apex has it. Skips are logged to ``autoamp.stepping``.
+        verbose: Has no effect, and exists because Apex has it. Skips are logged to ``autoamp.core``.
 
     Attributes:
         optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from autoamp.casting import flatten_weights
+from autoamp.core import flatten_weights
 from autoamp.errors import UsageError
 from autoamp.tensors import flatten, map_tensors, unflatten
 from autoamp.torch_private import MODULES_OF_BATCH_NORM

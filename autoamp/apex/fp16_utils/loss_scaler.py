@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from autoamp import scaling
+from autoamp import core
 from autoamp.apex.fp16_utils.fp16util import to_python_float
-from autoamp.scaling import non_finite
+from autoamp.core import non_finite
 
 
 class CurScale:
@@ -29,8 +29,8 @@ class CurScale:
 
     @cur_scale.setter
     def cur_scale(self, scale: float) -> None:
-        scaler, scale = _scaler_of(self), scaling.StaticLossScaler(float(scale)).loss_scale
-        if isinstance(scaler, scaling.DynamicLossScaler):
+        scaler, scale = _scaler_of(self), core.StaticLossScaler(float(scale)).loss_scale
+        if isinstance(scaler, core.DynamicLossScaler):
             scaler.max_loss_scale = max(scaler.max_loss_scale, scale)
             scaler.min_loss_scale = min(scaler.min_loss_scale, scale)
         scaler.load_state_dict({"loss_scale": scale, "unskipped": scaler.unskipped})
@@ -42,7 +42,7 @@ class CurScale:
 
     @scale_factor.setter
     def scale_factor(self, factor: float) -> None:
-        scaler, factor = self._dynamic("scale_factor"), scaling.DynamicLossScaler(growth_factor=factor).growth_factor
+        scaler, factor = self._dynamic("scale_factor"), core.DynamicLossScaler(growth_factor=factor).growth_factor
         scaler.growth_factor, scaler.backoff_factor = factor, 1.0 / factor
 
     @property
@@ -53,12 +53,12 @@ class CurScale:
     @scale_window.setter
     def scale_window(self, window: int) -> None:
         scaler = self._dynamic("scale_window")
-        scaler.growth_interval = scaling.DynamicLossScaler(growth_interval=window).growth_interval
+        scaler.growth_interval = core.DynamicLossScaler(growth_interval=window).growth_interval
         _count_from(scaler, scaler.unskipped)
 
-    def _dynamic(self, name: str) -> scaling.DynamicLossScaler:
+    def _dynamic(self, name: str) -> core.DynamicLossScaler:
         scaler = _scaler_of(self)
-        if not isinstance(scaler, scaling.DynamicLossScaler):
+        if not isinstance(scaler, core.DynamicLossScaler):
             raise AttributeError(
                 f"a static loss scale has no {name!r}; build it with dynamic_loss_scale=True", name=name
             )
@@ -93,22 +93,22 @@ class Iterations(CurScale):
         _count_from(self._dynamic("last_overflow_iter"), self.cur_iter - 1 - int(step))
 
 
-def _scaler_of(owner: Any) -> scaling.LossScaler:
-    found: scaling.LossScaler = getattr(owner, "_scaler", owner)
+def _scaler_of(owner: Any) -> core.LossScaler:
+    found: core.LossScaler = getattr(owner, "_scaler", owner)
     return found
 
 
-def _count_from(scaler: scaling.DynamicLossScaler, unskipped: int) -> None:
+def _count_from(scaler: core.DynamicLossScaler, unskipped: int) -> None:
     """Let the next growth be counted from so many steps ago. Growths since then have happened."""
     unskipped = max(unskipped, 0) % scaler.growth_interval
     scaler.load_state_dict({"loss_scale": scaler.loss_scale, "unskipped": unskipped})
 
 
-class PokedStaticScaler(CurScale, scaling.StaticLossScaler):
+class PokedStaticScaler(CurScale, core.StaticLossScaler):
     """`autoamp.StaticLossScaler` with ``cur_scale``."""
 
 
-class PokedDynamicScaler(CurScale, scaling.DynamicLossScaler):
+class PokedDynamicScaler(CurScale, core.DynamicLossScaler):
     """`autoamp.DynamicLossScaler` with ``cur_scale``, ``scale_factor`` and ``scale_window``."""
 
 
@@ -119,7 +119,7 @@ class _ByHand:
     `update_scale`.
     """
 
-    def __init__(self, scaler: scaling.LossScaler) -> None:
+    def __init__(self, scaler: core.LossScaler) -> None:
         self._scaler = scaler
 
     @property
@@ -156,7 +156,7 @@ class LossScaler(CurScale, _ByHand):
     """
 
     def __init__(self, scale: float = 1) -> None:
-        super().__init__(scaling.StaticLossScaler(scale))
+        super().__init__(core.StaticLossScaler(scale))
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Return False, whatever the gradients of ``params`` hold."""
@@ -179,7 +179,7 @@ class DynamicLossScaler(Iterations, _ByHand):
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
         super().__init__(
-            scaling.DynamicLossScaler(
+            core.DynamicLossScaler(
                 init_scale=float(init_scale), growth_factor=scale_factor, backoff_factor=1.0 / scale_factor,
                 growth_interval=scale_window, max_loss_scale=2.0**64,
             )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autoamp.apex.formulas import ADAM, ADAM_ON_DEVICE, Rule, clipped, write_back
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
+from autoamp.core import widened
 from autoamp.errors import UsageError
-from autoamp.scaling import widened
 
 
 class FusedAdam(FusedOptimizer):

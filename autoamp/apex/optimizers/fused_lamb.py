@@ -6,7 +6,7 @@ from typing import Any
 
 from autoamp.apex.formulas import LAMB
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
-from autoamp.scaling import total_norm
+from autoamp.core import total_norm
 
 
 class FusedLAMB(FusedOptimizer):

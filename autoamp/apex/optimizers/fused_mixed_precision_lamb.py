@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoamp.apex.formulas import LAMB
 from autoamp.apex.optimizers.fused_lamb import FusedLAMB
-from autoamp.scaling import widened
+from autoamp.core import widened
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):

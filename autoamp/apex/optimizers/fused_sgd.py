@@ -10,7 +10,7 @@ from torch.optim.optimizer import required
 
 from autoamp.apex.formulas import SGD
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
-from autoamp.scaling import widened
+from autoamp.core import widened
 
 
 class FusedSGD(FusedOptimizer):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autoamp.apex.formulas import Rule, write_back
+from autoamp.core import widened
 from autoamp.errors import UsageError
-from autoamp.scaling import widened
 
 # The number of elements that are stepped at a time, so that a temporary copy of them takes 64 MiB in fp32. That is
 # enough work to keep a device busy. On a CPU each thread takes as many as fit into its cache.

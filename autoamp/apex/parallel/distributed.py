@@ -13,8 +13,8 @@ from torch.autograd import Variable
 from torch.nn import Module
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoamp.core import equalized
 from autoamp.errors import UsageError
-from autoamp.stepping import equalized
 from autoamp.tensors import flatten, unflatten
 from autoamp.torch_private import current_graph_task
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.apex import fastai1
+from autoamp.core import original_of, runtime_of
 from autoamp.errors import UsageError
-from autoamp.patching import original_of
-from autoamp.runtime import runtime_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import autoamp
 from autoamp.apex.levels import LEVELS
-from autoamp.runtime import runtime_of
+from autoamp.core import runtime_of
 
 LISTS = {"extends": [], "fp16": ["linear", "conv2d"], "fp32": ["cross_entropy", "softmax"]}
 ALL_LEVELS = sorted(LEVELS)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.core import DynamicLossScaler, StaticLossScaler
 from autoamp.errors import UsageError
-from autoamp.scaling import DynamicLossScaler, StaticLossScaler
 from tests.apex.levels.shared import initialize, network, scalers, sgd
 
 

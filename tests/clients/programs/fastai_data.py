@@ -14,7 +14,7 @@ import torch
 
 import autoamp
 from autoamp.compat import fastai1
-from autoamp.runtime import runtime_of
+from autoamp.core import runtime_of
 
 fastai1.enable()
 handle = autoamp.init(dtype=torch.float16, device_type="cpu")

@@ -16,7 +16,7 @@ import torch
 
 import autoamp
 from autoamp.compat import fastai1
-from autoamp.runtime import runtime_of
+from autoamp.core import runtime_of
 
 
 def begin() -> autoamp.Handle:

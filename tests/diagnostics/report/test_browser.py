@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoamp.diagnostics import write_report
+from autoamp.tools import write_report
 from tests.diagnostics.report.runs import EVIL, many, train
 
 pytestmark = pytest.mark.browser

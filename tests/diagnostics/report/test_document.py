@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.diagnostics import failures
-from autoamp.diagnostics.report.document import plain, remedies
-from autoamp.diagnostics.report.page import as_toml
+from autoamp.core import load_table
 from autoamp.errors import UsageError
-from autoamp.rules import load_table
+from autoamp.tools import failures
+from autoamp.tools.report.document import plain, remedies
+from autoamp.tools.report.page import as_toml
 from tests.diagnostics.report.runs import EVIL, train, train_linear
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.diagnostics import NotLocated, failures
-from autoamp.runtime import current_handle
+from autoamp.core import current_handle
+from autoamp.tools import NotLocated, failures
 
 # Whether a mode scales its losses, so that it may search for the scale.
 MODES = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autoamp.diagnostics import load_report, report_page, write_report
 from autoamp.errors import UsageError
+from autoamp.tools import load_report, report_page, write_report
 from tests.diagnostics.report.runs import EVIL, many, train
 
 needs_tools = pytest.mark.skipif(importlib.util.find_spec("jinja2") is None, reason="the extra report is absent")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from autoamp.ops import expand
-from autoamp.rules import load_table
+from autoamp.core import expand, load_table
 
 _MODULES = ("functional_overrides", "tensor_overrides", "torch_overrides")
 

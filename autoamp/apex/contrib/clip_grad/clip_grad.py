@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from autoamp import scaling
+from autoamp import core
 from autoamp.errors import UsageError
 
 
@@ -33,7 +33,7 @@ def clip_grad_norm_(
     """
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in every if parameter.grad is not None]
-    norm = scaling.total_norm(grads, norm_type)
+    norm = core.total_norm(grads, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise UsageError(
             f"the total norm of the gradients is {float(norm)}, so they cannot be clipped; skip this step, or use "

@@ -1,0 +1,275 @@
+"""Loss scaling for programs that know nothing of it: ``loss.backward()`` scales, and gradients come out unscaled.
+
+The scale goes in with the gradient of the root, so the graph is the program's own, and comes out of each gradient where
+it arrives at a leaf. What was found there goes as one verdict to the guards of the optimizers that step the leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoamp.core.attach import ScalesItself, living_optimizers_and_modules
+from autoamp.core.backward_pass import OurHook, ScaledPass, can_begin_at, reached_by, scaled_gradients
+from autoamp.core.block import open_blocks
+from autoamp.core.events import Subscriber
+from autoamp.core.gradient_hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses
+from autoamp.core.gradients import is_flat, is_sharded
+from autoamp.core.guard import StepGuard
+from autoamp.core.guarded_optimizers import GuardedOptimizers
+from autoamp.core.loss_scale import LossScaler
+from autoamp.core.ranks import several_processes
+from autoamp.errors import UsageError
+from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS
+
+log = logging.getLogger(__name__)
+
+
+class AutoScale(Subscriber):
+    """Scales every backward pass of the program that ends in parameters of an optimizer, until `stop`.
+
+    Left alone are `torch.autograd.grad`, passes with ``create_graph=True``, those that reach no optimizer's parameter,
+    and all once the program scales its losses itself: in a ``scale_loss`` block or an ``FP16_Optimizer`` for as long as
+    that runs, and for good once an enabled `torch.amp.GradScaler` has scaled a loss, or the program has entered an
+    enabled `torch.autocast` region with gradients on.
+
+    Hooks of tensors and modules see true gradients. Hooks of autograd nodes, and what runs within a custom
+    ``autograd.Function``, see scaled ones.
+
+    Args:
+        optimizers: Guards the optimizers.
+    """
+
+    _scaler: LossScaler
+
+    def __init__(self, optimizers: GuardedOptimizers) -> None:
+        self._optimizers = optimizers
+        # By identity, since tensors compare by element.
+        self._retained = WeakTensorKeyDictionary()
+        self._passes = RunningPasses(lambda: optimizers.casts.switched(False))
+        self._yielded_to: str | None = None
+        self._made_scaler = self._used_scaler = False
+        self.active = False
+
+    def start(self) -> AutoScale:
+        """Hear backward passes, and guard the optimizers that are there.
+
+        Raises:
+            UsageError: An optimizer steps master weights, or this torch does not number its backward passes.
+        """
+        if not TELLS_GRAPH_TASKS:
+            raise UsageError(
+                f"auto_scale() needs torch._C._current_graph_task_id, and torch {torch.__version__} has none; use "
+                "scale_loss, or bf16, which needs no loss scale"
+            )
+        if self._optimizers.has_masters:
+            raise UsageError("auto_scale() is for fp32 models, and an optimizer has master weights; use scale_loss")
+        self._scaler = self._optimizers.loss_scalers.choose(0)
+        # What an earlier training used says nothing of the next one.
+        self._yielded_to = None
+        self.active = True
+        self._optimizers.program.update()
+        self.started()
+        return self
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether it was started, and not stopped since."""
+        return self.active
+
+    def started(self) -> None:
+        """Guard the optimizers that are there."""
+        if self.active:
+            for optimizer in living_optimizers_and_modules()[0]:
+                self.optimizer_made(optimizer)
+
+    def stop(self) -> None:
+        """Scale nothing any more. The optimizers stay guarded, for verdicts that their next step is to read."""
+        self.active = False
+        self._optimizers.program.update()
+
+    def __enter__(self) -> AutoScale:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    @property
+    def yielded_to(self) -> str | None:
+        """What the program itself scales its losses or casts with, None where this object scales."""
+        return self._yielded_to or self._optimizers.casts.yielded_to
+
+    @property
+    def has_unused_scaler(self) -> bool:
+        """Whether the program made an enabled `torch.amp.GradScaler`, and none has scaled a loss."""
+        return self._made_scaler and not self._used_scaler
+
+    # -- what the program makes --
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Guard an optimizer."""
+        # An FP16_Optimizer guards the optimizer within it, and a half-built optimizer has no groups.
+        if self.active and not isinstance(optimizer, ScalesItself):
+            with contextlib.suppress(AttributeError):
+                if optimizer.param_groups:
+                    self._optimizers.guard(optimizer, check=False).repeats_closure = False
+
+    def unguarded_step(self, optimizer: Any) -> None:
+        """Guard an optimizer that `started` did not find: nobody tells of objects that ``gc.freeze()`` has frozen."""
+        self.optimizer_made(optimizer)
+
+    def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
+        """Note that the program has a scaler."""
+        # A scaler that is half built cannot tell yet.
+        with contextlib.suppress(AttributeError):
+            self._made_scaler = self._made_scaler or (self.active and scaler.is_enabled())
+
+    def loss_scaled(self, scaler: torch.amp.GradScaler, outputs: Any) -> None:
+        """Yield to a scaler of the program.
+
+        Args:
+            scaler: What has scaled a loss.
+            outputs: The loss, or a container of losses.
+        """
+        if self.active and scaler.is_enabled():
+            self._used_scaler = True
+            self.yield_to("torch.amp.GradScaler")
+
+    def autocast_entered(self, region: torch.autocast) -> None:
+        """Yield to a region in which the program trains; not to one for an evaluation, or for another device."""
+        if (
+            self.active
+            and not torch.compiler.is_compiling()
+            and not isinstance(region, REGION_OF_GRAPH)
+            and region.device == self._optimizers.casts.device_type
+            # Not where the casts go on, or the region is disabled.
+            and self._optimizers.casts.autocast_rules()
+            and torch.is_grad_enabled()
+        ):
+            self.yield_to("torch.autocast")
+
+    def yield_to(self, whom: str) -> None:
+        """Scale nothing any more.
+
+        Args:
+            whom: What the program scales its losses with, for the log.
+        """
+        if self._yielded_to is None:
+            self._yielded_to = whom
+            log.info("the program uses %s: autoamp does not scale its losses", whom)
+
+    # -- backward passes --
+
+    def around_backward(self, original: Any) -> Any:
+        """Return a function that scales a pass, if it is one to scale."""
+
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
+            roots = _listed(tensors)
+            inputs, grad_tensors, grad_variables = (
+                None if given is None else _listed(given) for given in (inputs, grad_tensors, grad_variables)
+            )
+            given = (grad_tensors if grad_variables is None else grad_variables) or []
+            run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+            outer = running = self._passes.joinable()
+            if len(given) not in (0, len(roots)):
+                # The program gets torch's own error.
+                running = None
+            elif outer is not None:
+                outer.take(*reached_by(roots, inputs), within=True)
+            elif not create_graph and self._is_ours(roots, given):
+                # Kept here for as long as the pass runs: guards refer to their optimizers weakly.
+                optimizers = [one for guard in self._optimizers.guards if (one := guard.optimizer) is not None]
+                running = self._begin(optimizers, roots, inputs)
+            if running is None:
+                run(roots, grad_tensors, grad_variables=grad_variables)
+                return
+            try:
+                with self._passes.claimed(running, roots):
+                    run(roots, scaled_gradients(roots, given, running.scale, within=outer is not None))
+            finally:
+                if outer is None:
+                    running.close()
+                    self._passes.end(running)
+
+        return backward
+
+    def _begin(self, optimizers: list[Any], roots: list[Any], inputs: Any) -> ScaledPass | None:
+        """Make the pass that begins at the roots; None if it reaches nothing that one of the optimizers steps."""
+        owners: dict[int, list[StepGuard]] = {}
+        sharded: list[StepGuard] = []
+        for guard in map(self._optimizers.guard, optimizers):
+            params = guard.grads.params()
+            for param in params:
+                owners.setdefault(id(param), []).append(guard)
+            if any(type(param) is not Parameter and is_sharded(param) for param in params):
+                sharded.append(guard)
+        leaves, nodes = reached_by(roots, inputs)
+        shared = several_processes()
+        if shared and owners and any(map(is_flat, leaves)):
+            raise UsageError(
+                "FullyShardedDataParallel keeps shards of flat parameters, so that ranks would skip different steps; "
+                "use bf16, which needs no loss scale (dtype=torch.bfloat16, --dtype bf16), or fully_shard"
+            )
+        # A checkpoint runs passes of its own within, whose leaves are known only then.
+        checkpoints = any("Checkpoint" in node.name() for node in nodes)
+        if not sharded and not checkpoints and owners.keys().isdisjoint(map(id, leaves)):
+            return None
+        # In fp16 a power of 2 below the end of its range.
+        largest = 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
+        scale = min(self._scaler.loss_scale, largest)
+        # The inf of one rank is to be seen by all.
+        running = ScaledPass(self._scaler, scale, not shared, owners, self._retained, self._passes.now)
+        for guard in sharded:
+            # Its shards are not what the pass reaches: gradients are reduced onto them.
+            running.concern(guard)
+        running.take(leaves, nodes)
+        for root in roots:
+            self._optimizers.current.scale(root, running.scale)
+        return running
+
+    def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
+        """Whether to scale a pass. Not one that cannot begin: then the program gets torch's own error."""
+        return (
+            self.active
+            and self._scaler.checks
+            and self.yielded_to is None
+            and not open_blocks.count
+            and not torch.compiler.is_compiling()
+            and all(map(can_begin_at, roots, given or [None] * len(roots)))
+        )
+
+    # -- what the program sees of it --
+
+    def grad_retained(self, tensor: Tensor) -> None:
+        """Note a tensor whose gradient is to be true."""
+        if self.active and not tensor.is_leaf:
+            self._retained[tensor] = None
+
+    def hook_registered(self, hook: Any, tensor: Tensor | None, *, accumulated: bool) -> Any:
+        """Return a hook that gets true gradients."""
+        # A tensor subclass comes by twice, on its way through __torch_function__.
+        if not self.active or not callable(hook) or isinstance(hook, (OurHook, Hook)) or torch.compiler.is_compiling():
+            return hook
+        kind = PostAccumulateHook if accumulated else GradientHook
+        return kind(hook, self._passes, tensor)
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return tensors as torch's ``backward`` takes them: one, or any iterable of them."""
+    return [values] if isinstance(values, (Tensor, torch.autograd.graph.GradientEdge)) else list(values)

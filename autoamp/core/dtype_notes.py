@@ -1,0 +1,179 @@
+"""Notes on torch's errors about dtypes: which tensor has which dtype, where it got it, and what mends the error.
+
+Torch says "mat1 and mat2 must have the same dtype, but got Float and Half", and not which module or list made it so.
+The notes are made of the frames of the exception and of its callers: calls that succeed do nothing for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import linecache
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.core.loader import located
+from autoamp.core.precisions import class_name
+from autoamp.core.rules import CastPolicy, ModulePrecision
+from autoamp.core.runtime import Runtime
+from autoamp.core.threads import HALF_MODEL
+from autoamp.tensors import HALF_DTYPES, iter_tensors
+
+_ABOUT_DTYPES = re.compile(
+    r"(?i)same (data ?|d|scalar )?type|dtypes match|equal to src.dtype|should be the same|expected (scalar |d)type|"
+    r"object of scalar type|not implemented for '\w*(Half|BFloat16)'|unsupported (d|scalar)type|low precision dtypes|"
+    r"float or double|half, float|mixed dtype|query dtype|half precision|without overflow|unscale FP16|primitive desc|"
+    r"of float type"
+)
+_INTEGERS = re.compile(r"(?i)\b(u?int\d*|long|bool(?! or float)|byte|char|short)(tensor)?\b")
+
+
+def add_dtype_note(error: BaseException, runtime: Runtime) -> None:
+    """Add a note to torch's error about half tensors, once. Other exceptions stay as they are.
+
+    Args:
+        error: An exception that leaves a patched op or a module's call; called where it is caught.
+        runtime: Whose lists, models and overrides decide the dtypes.
+    """
+    text = str(error)
+    if "autoamp: " in str(getattr(error, "__notes__", "")) or not _ABOUT_DTYPES.search(text) or _INTEGERS.search(text):
+        return
+    # A fault of this file must not hide the exception.
+    with contextlib.suppress(Exception):
+        failure = _Failure(error, runtime)
+        if failure.half or re.search("(?i)half|float16|FP16", text):
+            error.add_note(f"autoamp: {failure.note(text)}")
+
+
+class _Failure:
+    """What the frames of an exception tell.
+
+    Attributes:
+        modules: The modules that call each other, outermost first.
+        tensors: The floating tensors on the line that failed, by what they are called there.
+        half: Those in half precision.
+        rule: The rule on the patched op that failed.
+        root: The half model among the modules.
+        fp32: The innermost module that runs in fp32, or without casts, by the list or an override.
+        outer: The model whose submodules have the paths of lists.
+        paths: These paths.
+        half_state: The names of its half parameters and buffers, by id.
+        has_half_state: Whether one of these is on the line that failed.
+    """
+
+    def __init__(self, error: BaseException, runtime: Runtime) -> None:
+        within: Any = inspect.getinnerframes(error.__traceback__, 0)  # type: ignore[arg-type]
+        frames: Any = [*reversed(inspect.getouterframes(within[0].frame.f_back, 0)), *within]
+        self.runtime, site = runtime, next(one for one in reversed(frames) if not _is_ours(one))
+        files = "".join((type(error).__module__, site.filename, *(one.filename for one in within)))
+        self.is_compiled = re.match("torch._dynamo|.*<eval_with_key>.*_dynamo", files) is not None
+        calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "modules.call"))
+        self.modules = [frame.f_locals["self"] for frame in calls]
+        self.tensors = _tensors_at(site)
+        self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
+        op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
+        in_half = runtime.casts.local.mode.on == HALF_MODEL
+        self.rule = runtime.patched.rule_on(op, in_half_models=in_half)
+        self.root: Module | None = None
+        self.fp32: Module | None = None
+        for module in self.modules:
+            inputs = getattr(runtime.models.forward_dtypes.get(module), "inputs", None)
+            precision = None if self.root is not None else runtime.precisions.get(module)
+            if inputs in HALF_DTYPES:
+                self.root, self.fp32 = self.root or module, None
+            elif inputs is torch.float32 or precision is not None:
+                self.fp32 = None if precision is ModulePrecision.FP16 else module
+        self.outer = self.root or min(self.modules, key=lambda one: one not in runtime.setups, default=Module())
+        self.paths = {module: name for name, module in self.outer.named_modules()}
+        state = (*self.outer.named_parameters(), *self.outer.named_buffers())
+        self.half_state = {id(one): name for name, one in state if one.dtype in HALF_DTYPES}
+        self.has_half_state = any(id(one) in self.half_state for one in self.half.values())
+
+    def note(self, text: str) -> str:
+        """Return what is to be told of an error with this message."""
+        facts = [f"{name} is {one.dtype}{self._origin(one)}; " for name, one in self.tensors.items()]
+        rule = f"{self.rule.target} is {self.rule.policy.value} by {located(self.rule.origin)}; " if self.rule else ""
+        return "".join((*facts, rule, self._remedy(text)))
+
+    def _origin(self, tensor: Tensor) -> str:
+        """Return where a half tensor got its dtype, in parentheses."""
+        if id(tensor) in self.half_state:
+            cast = (one for model in self.runtime.models.halves for one in (*model.parameters(), *model.buffers()))
+            by = "cast by initialize()" if any(one is tensor for one in cast) else "made half by the program"
+            return f" ({self.half_state[id(tensor)]}, {by})"
+        function = tensor.grad_fn if tensor.dtype in HALF_DTYPES else None
+        while function is not None and not function.name().startswith("ToCopy"):
+            op = re.sub(r"Backward\d*$", "", function.name()).lower()
+            rule = self.runtime.settings.rules_in_force.policy_of(op)
+            if rule is not None and rule.policy is CastPolicy.FP16:
+                return f" (computed by {op}, which is fp16 by {located(rule.origin)})"
+            function = next((one for one, _ in function.next_functions if one is not None), None)
+        return ""
+
+    def _remedy(self, text: str) -> str:
+        path = next(filter(None, map(self.paths.get, reversed(self.modules))), "")
+        casts = self.runtime.casts
+        if self.is_compiled:
+            return "call the model once without torch.compile, and this note names the module and what mends it"
+        if "unscale FP16" in text:
+            return "scale the loss by autoamp.scale_loss(loss, optimizer), which takes half gradients"
+        has_double = any(one.dtype is torch.float64 for one in self.tensors.values())
+        if has_double or re.search("(?i)(got:?|found|!=|16 and|half and) double|double !=", text):
+            return f"torch.float64 is not cast; {self._conversion()}"
+        if self.rule is not None and self.rule.policy is CastPolicy.FP16 and "not implemented for" in text:
+            return f'add fp32 = ["{self.rule.target}"] to the list'
+        if self.fp32 is not None:
+            by = self.runtime.precisions.source_of(self.fp32, self.paths.get(self.fp32, ""))
+            return f"the precision of {type(self.fp32).__name__} is set by {by}; {self._conversion()}"
+        if self.root is None and casts.on_by_default and casts.local.mode.forced_off:
+            return f"casts are off around this call; {self._conversion()}"
+        if self.root is None and (self.has_half_state or not path):
+            return self._conversion()
+        if not path:
+            return 'use opt_level="O1", or move these lines to a module of its own, which [modules] keeps in fp32'
+        if self.outer in self.runtime.setups:
+            entry = self._class_of_several(path) or path
+            return f'keep {entry} in fp32 by initialize(..., lists={{"modules": {{"{entry}": "fp32"}}}})'
+        return f'run it in fp32 by autoamp.current_handle().override(model.get_submodule("{path}"), "fp32")'
+
+    def _class_of_several(self, path: str) -> str:
+        """Return the class of the module at a path if the model has more of it, each of which may fail; else ""."""
+        kind = type(self.outer.get_submodule(path))
+        several = sum(type(one) is kind for one in self.paths) > 1
+        # A layer of torch is in other places too. What a function defines has no name for a list.
+        has_name = "<locals>" not in kind.__qualname__ and not kind.__module__.startswith("torch.")
+        return class_name(kind) if several and has_name else ""
+
+    def _conversion(self) -> str:
+        """Return what gives the tensors one dtype."""
+        dtype, is_mixed = torch.float32, len(self.half) < len(self.tensors)
+        if self.fp32 is None and is_mixed and (self.root is not None or self.has_half_state):
+            dtype = next((one.dtype for one in self.half.values()), self.runtime.casts.dtype)
+        names = [name for name, one in self.tensors.items() if one.dtype is not dtype]
+        return f"call .to({dtype}) on {' and '.join(names) or 'the tensors of another dtype'}"
+
+
+def _is_ours(info: Any, file: str = "") -> bool:
+    return f"{info.frame.f_globals.get('__name__')}.".startswith(f"autoamp.{file}")
+
+
+def _tensors_at(info: Any) -> dict[str, Tensor]:
+    """Return the floating tensors that the failing code names, or that the frame has if that names none."""
+    variables, lines = info.frame.f_locals, linecache.getlines(info.filename, info.frame.f_globals)
+    text = "".join(lines[info.positions.lineno - 1 : info.positions.end_lineno])[info.positions.col_offset :]
+    found: dict[str, Tensor] = {}
+    for name in list(variables) if "raise " in text or not text else re.findall(r"[A-Za-z_][\w.]*", text):
+        head, *rest = name.split(".")
+        value = variables.get(head)
+        while rest and not isinstance(value, Tensor):
+            # No code of the program is called: a property may do anything.
+            own = getattr(value, "__dict__", {})
+            own = own | own.get("_parameters", {}) | own.get("_buffers", {}) | own.get("_modules", {})
+            head, value = f"{head}.{rest[0]}", own.get(rest.pop(0))
+        tensors = enumerate(list(iter_tensors(value, 1))[:2])
+        found |= {head if one is value else f"{head}[{place}]": one for place, one in tensors}
+    return {name: one for name, one in found.items() if one.is_floating_point()}

@@ -1,0 +1,407 @@
+"""The handle: patches, precisions of modules, loss scaling and checkpoints; and the disabled handle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.core.attach import stepped_params
+from autoamp.core.auto_scale import AutoScale
+from autoamp.core.block import UnscaledBlock
+from autoamp.core.cache import CastCache
+from autoamp.core.guarded_optimizers import wrap_optimizer
+from autoamp.core.loss_scale import LossScaler, is_count, make_scaler
+from autoamp.core.loss_scalers import as_list
+from autoamp.core.precisions import Override
+from autoamp.core.ranks import RequestedGroup
+from autoamp.core.rules import CastRule, CastTable
+from autoamp.core.runtime import Looks, Runtime
+from autoamp.core.settings import Settings
+from autoamp.errors import UsageError, kind_of
+from autoamp.kernels import Backend, backend
+
+Precision = Literal["fp32", "fp16", "half", "none"]
+"""What `override` runs a module in."""
+
+
+class BaseHandle:
+    """Patched torch, and the loss scaling that goes with it. There is one active handle at a time.
+
+    `init` and ``with autoamp.region(...)`` return it: a `Handle`, or a `NoOpHandle` if autoamp is disabled. Code runs
+    unchanged with ``enabled=False``.
+    """
+
+    make_looks: type[Looks] = Looks
+    """Makes what looks on at a handle of this class."""
+
+    def __init__(self, settings: Settings, *, on: bool = True, scalers: Sequence[LossScaler] | None = None) -> None:
+        self._runtime = Runtime(settings, self.make_looks(), on=on, scalers=scalers)
+
+    @property
+    def _active_runtime(self) -> Runtime:
+        self._runtime.check_active()
+        return self._runtime
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the handle: ``dtype``, ``device_type``, the ``table`` of rules and others."""
+        return self._runtime.settings
+
+    def __repr__(self) -> str:
+        """Tell what it casts, where, by which lists, and how training goes."""
+        settings, scalers = self.settings, self._runtime.optimizers.scalers
+        # The scale may be known to the device alone: repr() waits for it, as `loss_scale` does.
+        scales = ", ".join(f"{scaler.loss_scale:g}" for scaler in scalers)
+        lists = sorted({rule.origin.path for rule in settings.rules_in_force.rules})
+        level = f"opt_level={settings.opt_level!r}, " if settings.opt_level else ""
+        return (
+            f"<autoamp.Handle {'active' if self.is_active() else 'not active'}: {level}{settings.dtype} on "
+            f"{settings.device_type}, lists={lists}, loss_scale={scales}, skipped_steps={self.skipped_steps}>"
+        )
+
+    # A handle belongs to the process: a copy of what refers to it refers to the same one.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a handle cannot be pickled: it belongs to the process that patched torch; save its state_dict(), and call "
+            "init() or initialize() in the other process"
+        )
+
+    # -- lifecycle --
+
+    def is_active(self) -> bool:
+        """Whether this handle's patches are in place."""
+        return self._runtime.patched.in_place
+
+    def deactivate(self) -> tuple[str, ...]:
+        """Restore torch, the optimizers and the modules. Every patched attribute is again the original object.
+
+        Returns:
+            The names that another library patched after autoamp. They are not restored.
+        """
+        return self._runtime.deactivate()
+
+    def __enter__(self) -> Self:
+        """Return the handle. The end of the ``with`` statement deactivates it: ``with autoamp.init() as handle``."""
+        _ = self._active_runtime
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.deactivate()
+
+    @property
+    def skipped_rules(self) -> tuple[CastRule, ...]:
+        """The rules of shipped list sets for ops that the installed torch lacks."""
+        return self._runtime.patched.skipped_rules
+
+    @property
+    def late_bound(self) -> tuple[str, ...]:
+        """The names that other modules imported from torch before ``init()``, and that ``init()`` rebound."""
+        return self._runtime.patched.patches.late_bound
+
+    # -- casts --
+
+    @property
+    def cache(self) -> CastCache:
+        """The cache of parameter casts."""
+        return self._runtime.casts.cache
+
+    def disable_casts(self) -> contextlib.AbstractContextManager[None]:
+        """Turn casts off within a ``with`` statement, on this thread."""
+        return self._runtime.casts.switched(False, forced_off=True)
+
+    @contextlib.contextmanager
+    def inference(self, model: Module) -> Iterator[Module]:
+        """Keep the casts of a model's weights inside a ``with`` statement. Do not change the weights meanwhile.
+
+        If gradients are not recorded, each parameter is cast once, at its first use. On a CPU with bf16 units the cast
+        is kept in oneDNN's own layout. A write to a weight inside the block has no effect on its cast. The casts take
+        about half the memory of the fp32 weights.
+
+        Args:
+            model: The model.
+
+        Raises:
+            UsageError: ``model`` is not a module.
+        """
+        if not isinstance(model, Module):
+            raise UsageError(f"inference() takes a torch.nn.Module, not {kind_of(model)}")
+        with self._runtime.casts.cache.pin(list(model.parameters())):
+            yield model
+
+    def override(self, module: Module, precision: Precision | None = None) -> Override:
+        """Run a module, and everything that it calls, in its own precision, in forward and backward.
+
+        Args:
+            module: The module. Without ``precision``: the model to which the path patterns of the lists apply.
+            precision: ``"fp32"``: floating inputs are cast to fp32, and no op inside is cast. ``"fp16"``: inputs are
+                cast to the half dtype in use and the lists apply inside, even within an ``"fp32"`` module. ``"none"``:
+                inputs keep their dtypes, and no op inside is cast. ``"half"`` is another word for ``"fp16"``.
+
+        Returns:
+            An object with ``undo()``, which is also a context manager.
+
+        Raises:
+            UsageError: ``module`` is not a module or was cast to half at O2 or O3, or the precision is unknown.
+        """
+        if not isinstance(module, Module):
+            raise UsageError(f"override() takes a torch.nn.Module, not {kind_of(module)}")
+        if precision is None:
+            return self._runtime.precisions.override_paths(module)
+        if self._runtime.models.is_half(module):
+            raise UsageError(
+                f"override({type(module).__name__}, {precision!r}) is for fp32 weights, and initialize() has cast this "
+                f'model to half; name the module in initialize(..., lists={{"modules": {{"path": {precision!r}}}}})'
+            )
+        return self._runtime.precisions.override(module, precision)
+
+    # -- master weights and loss scaling --
+
+    def masters_from_model(self) -> None:
+        """Set every fp32 master to its half parameter. Call it after writing to weights through ``.data``.
+
+        With one process, elements whose rounded master equals the parameter keep the low bits of the master. With
+        several processes all elements are copied, so that masters are equal on ranks with equal weights.
+        """
+        for guard in self._runtime.optimizers.guards:
+            if guard.masters is not None:
+                guard.masters.read_model()
+
+    def model_from_masters(self) -> None:
+        """Set every half parameter to its fp32 master. Call it after writing to masters through ``.data``.
+
+        A step does so by itself, and so does a module's call after a write that torch records.
+        """
+        for guard in self._runtime.optimizers.guards:
+            if guard.masters is not None:
+                guard.masters.copy_down()
+
+    @property
+    def backend(self) -> Backend:
+        """What computes optimizer steps on this handle's device type: compiled kernels, or torch's own functions."""
+        return backend(self.settings.device_type)
+
+    @property
+    def loss_scale(self) -> float:
+        """The current scale of the first loss of the first call; ``stats["loss_scales"]`` has those of all."""
+        return self._runtime.optimizers.scalers[0].loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of all optimizers were skipped because gradients overflowed."""
+        return self._runtime.optimizers.step_stats.skipped
+
+    @property
+    def last_step_skipped(self) -> bool:
+        """Whether the last optimizer step was skipped."""
+        return self._runtime.optimizers.step_stats.last.skipped
+
+    @property
+    def max_consecutive_skips(self) -> int:
+        """So many skipped steps of one optimizer in a row raise `NonFiniteGradientsError`; 50 by default."""
+        return self._runtime.optimizers.max_consecutive_skips
+
+    @max_consecutive_skips.setter
+    def max_consecutive_skips(self, count: int) -> None:
+        if not is_count(count, 1):
+            raise UsageError(f"max_consecutive_skips={count!r} must be a whole number of 1 or more")
+        self._runtime.optimizers.max_consecutive_skips = count
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any = None, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Scale a loss for its backward pass. At the end of the block unscale the gradients and check them.
+
+        The block may add to gradients of earlier blocks. If gradients overflowed, the next ``optimizer.step()`` is
+        skipped.
+
+        Args:
+            loss: A floating tensor, usually a scalar.
+            optimizers: The optimizer or optimizers whose gradients the loss contributes to, or ``[]``. If at the end
+                of the block any of their gradients holds inf or nan, the next step of each of them is skipped. An
+                overflow in an earlier block concerns the optimizers of that block alone.
+            loss_id: Which scaler to use.
+            delay_unscale: Leave the gradients scaled until a later call without it, or until the step.
+
+        Returns:
+            A context manager that yields ``loss.float() * scale``; the unchanged loss if the handle is disabled.
+
+        Raises:
+            UsageError: The handle is not active, or ``wrap_optimizer`` was used.
+        """
+        guarded = self._active_runtime.optimizers
+        scalers = guarded.loss_scalers
+        if scalers.with_own():
+            raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
+        return guarded.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
+
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients down in place so that their total norm is at most ``max_norm``.
+
+        Call it after the ``scale_loss`` block, or after the backward pass, and before the step. If ranks hold shards or
+        pipeline stages, the norm is that over all ranks. It uses the collective of the step, so every rank that takes
+        part in that must call this. Nothing is read from the device.
+
+        Args:
+            optimizers: The optimizer or optimizers whose gradients are clipped.
+            max_norm: The highest norm. Gradients are multiplied by ``max_norm / (norm + 1e-6)`` if that is below 1.
+            norm_type: The p of the p-norm, above 0; ``inf`` is the largest absolute value.
+
+        Returns:
+            The norm before clipping, a tensor without dimensions. If it is inf, finite gradients become 0, as with
+            `torch.nn.utils.clip_grad_norm_`, also where the inf is in the gradients of another optimizer. An optimizer
+            whose own gradients hold inf or nan is skipped.
+
+        Raises:
+            UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
+        """
+        return self._active_runtime.optimizers.clip_grad_norm_(optimizers, max_norm, norm_type)
+
+    def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
+        """Let all ranks of a process group skip the same steps and keep equal loss scales.
+
+        Use it where the parameters do not show the group: stages of a pipeline, experts, parameters that only some
+        ranks step. DTensors need no call. Each step then runs one small collective, and every rank of the group must
+        take part in it.
+
+        Args:
+            group: The process group, such as ``torch.distributed.group.WORLD`` or ``mesh.get_group()``.
+            replicas: How many of its ranks have the same parameters. `clip_grad_norm_` counts each parameter once. None
+                for all ranks, 1 for stages of a pipeline.
+            optimizers: The optimizer or optimizers; None for all.
+
+        Raises:
+            UsageError: There is no process group, this rank is not in it, or ``replicas`` does not divide its size.
+        """
+        named = None if optimizers is None else as_list(optimizers)
+        self._runtime.optimizers.sync_over(RequestedGroup.from_arguments(group, replicas), named)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give an optimizer its own ``scale_loss(loss)``, with a scaler for each of ``num_loss`` losses.
+
+        Between two steps the first call scales the first loss, the second call the second, and so on.
+
+        Args:
+            optimizer: The optimizer.
+            num_loss: The number of losses between two steps.
+
+        Returns:
+            The optimizer itself.
+
+        Raises:
+            UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
+        """
+        guarded = self._active_runtime.optimizers
+        if not is_count(num_loss, 1):
+            raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
+        scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
+        return wrap_optimizer(guarded, optimizer, scalers, self._runtime.check_active)
+
+    def auto_scale(self) -> AutoScale:
+        """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.
+
+        It is for code without loss scaling: wherever that code can read gradients, they are unscaled. It applies to
+        every `torch.optim.Optimizer` of the process, existing or new.
+
+        Returns:
+            An object whose ``stop()`` ends it; also a context manager. `deactivate` ends it too. A disabled handle
+            returns one that was not started.
+
+        Raises:
+            UsageError: The handle is not active, or its optimizers step master weights.
+        """
+        run = self._active_runtime
+        if not run.auto_scaling.active:
+            run.auto_scaling.start()
+        return run.auto_scaling
+
+    # -- checkpoints --
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all loss scalers and the number of skipped steps.
+
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ..., "skipped_steps": int}``; ``{}`` if the handle
+        is disabled.
+        """
+        optimizers = self._runtime.optimizers
+        return optimizers.loss_scalers.state_dict(optimizers.step_stats.skipped)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of ``state_dict``: all of it, or nothing after an error. A disabled handle ignores it.
+
+        Args:
+            state: That result.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong type. The message names it.
+        """
+        self._runtime.optimizers.load_state_dict(state)
+
+
+class Handle(BaseHandle):
+    """An enabled handle: ``isinstance(handle, autoamp.Handle)`` is true if autoamp casts."""
+
+
+class NoOpHandle(BaseHandle):
+    """The handle that ``init(enabled=False)`` returns. It casts nothing and scales nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0))
+
+    @property
+    def _active_runtime(self) -> Runtime:
+        return self._runtime
+
+    def __repr__(self) -> str:
+        return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"
+
+    @property
+    def backend(self) -> Backend:
+        """None: torch's own functions compute optimizer steps."""
+        return Backend("cpu", False, "autoamp is not enabled")
+
+    def scale_loss(
+        self, loss: Tensor, optimizers: Any = None, loss_id: int = 0, *, delay_unscale: bool = False
+    ) -> contextlib.AbstractContextManager[Tensor]:
+        """Yield the unchanged loss."""
+        return UnscaledBlock(loss)
+
+    def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_` does, and return the norm before that."""
+        params = [param for optimizer in as_list(optimizers) for param in stepped_params(optimizer)]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
+        """Do nothing: no step is skipped."""
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> Any:
+        """Give an optimizer a ``scale_loss(loss)`` that yields the unchanged loss, and return the optimizer."""
+        optimizer.scale_loss = lambda loss, delay_unscale=False: UnscaledBlock(loss)
+        return optimizer
+
+    def auto_scale(self) -> AutoScale:
+        """Return an object that was not started."""
+        return self._runtime.auto_scaling
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{}``."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+def runtime_of(handle: BaseHandle) -> Runtime:
+    """Return what a handle drives, for the parts of the package that set it up."""
+    return handle._runtime

@@ -1,0 +1,433 @@
+"""The loss scale and the rule for its next value.
+
+A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
+half precision. The rule is torch's own (`torch._amp_update_scale_`), applied to numbers on the host. Where an optimizer
+takes the flag of an overflow on its device (`LossScaler.update_later`), it is applied to numbers there first, and to
+those of the host when the flags are read. To read the scale is to wait for the device then, and a training step does
+not read it.
+
+- `StaticLossScaler`: one scale for the whole run.
+- `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
+- `make_scaler`: the scaler for a ``loss_scale=`` argument.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autoamp.core.unread_flags import Scale, UnreadFlags
+from autoamp.errors import CheckpointError, LossScaleError, kind_of
+from autoamp.torch_private import update_scale_
+
+# Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
+_SMALLEST = 2.0**-126
+_LARGEST = 2.0**126
+
+# Where a scale may be lower than this, flags are copied to the host at once, which then knows better how low it is.
+_NEAR_ONE = 2.0**6
+
+
+# The scale and the growth tracker, on the host or on a device.
+_State: TypeAlias = tuple[Tensor, Tensor]
+
+# What `found_inf` is on the host where no gradient overflowed, and where one did.
+_CPU = torch.device("cpu")
+_FLAGS = torch.tensor(0.0, device=_CPU), torch.tensor(1.0, device=_CPU)
+
+_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "min_loss_scale", "max_loss_scale")
+
+
+class LossScaler(ABC):
+    """The scale of one loss. `update` is told once a step whether the gradients overflowed.
+
+    Subclass it for a rule of your own: ``checks`` and ``update`` are what it takes.
+
+    Args:
+        loss_scale: The first scale, from 2**-126 to 2**126.
+
+    Attributes:
+        unread: Flags of updates that the host has not made yet. Reading the scale makes them.
+        scale_before: The scale before the last update that the host has made.
+        last_found_inf: Whether the last step by gradients of this loss overflowed, as far as the host knows.
+    """
+
+    def __init__(self, loss_scale: float) -> None:
+        self._loss_scale = loss_scale
+        self._unskipped = 0
+        self._overflows = 0
+        self.last_found_inf = False
+        self.scale_before = loss_scale
+        self.unread = UnreadFlags()
+
+    @property
+    def overflows(self) -> int:
+        """How many updates said that gradients of this loss overflowed. Waits as `loss_scale` does."""
+        self.unread.catch_up()
+        return self._overflows
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor for the next loss: finite and above 0. Waits for the device where that alone knows it."""
+        self.unread.catch_up()
+        return self._loss_scale
+
+    @property
+    def unskipped(self) -> int:
+        """How many updates without an overflow came since the last overflow, or since the scale last grew."""
+        self.unread.catch_up()
+        return self._unskipped
+
+    @property
+    @abstractmethod
+    def checks(self) -> bool:
+        """Whether gradients must be unscaled and looked through for inf and nan at all."""
+
+    @abstractmethod
+    def update(self, found_inf: bool) -> None:
+        """Move on by one step.
+
+        Args:
+            found_inf: Whether a gradient of this step held inf or nan.
+        """
+
+    def scale_without_sync(self) -> Scale:
+        """Return the factor for the next loss, without waiting for a device."""
+        return self.loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Whether `update_later` may be called with flags on this device."""
+        return False
+
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
+        """Move on by one step, by a flag that stays on its device.
+
+        Args:
+            found_inf: One fp32 element, not 0 where a gradient held inf or nan. Nobody writes to it any more.
+            tell: Called after the host's update, once the flag is known; it raises nothing.
+            urgent: Whether the host has to know soon what the flags say.
+        """
+
+        def move(found: bool) -> None:
+            self._move(found)
+            tell(found)
+
+        self.unread.add(found_inf, move, urgent=urgent)
+
+    def _move(self, found_inf: bool) -> None:
+        self.scale_before, self.last_found_inf = self._loss_scale, found_inf
+        self._overflows += found_inf
+        self._unskipped = 0 if found_inf else self._unskipped + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"loss_scale": float, "unskipped": int}``, all that a resumed run needs."""
+        return {"loss_scale": self.loss_scale, "unskipped": self.unskipped}
+
+    def check_state_dict(self, state_dict: Any, key: str) -> None:
+        """Raise unless `load_state_dict` would take this state.
+
+        Args:
+            state_dict: What `state_dict` returned, perhaps in another process.
+            key: The name of this entry in the whole checkpoint, for the message.
+
+        Raises:
+            CheckpointError: An entry is missing, unknown or of a wrong kind; the message names it.
+        """
+        _read_state(state_dict, key)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the scale and the count of a checkpoint; the checkpoint's scale wins over the one given here.
+
+        Args:
+            state_dict: What `state_dict` returned.
+
+        Raises:
+            CheckpointError: As `check_state_dict`; nothing was changed then.
+        """
+        state = _read_state(state_dict, "loss_scaler")
+        self.unread.catch_up()
+        self._loss_scale, self._unskipped = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy gets: the state now, and nothing that is under way."""
+        self.unread.catch_up()
+        return {name: value for name, value in vars(self).items() if name != "unread"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of 0.1.0 may have no count, and settings by other names.
+        renamed = {f"_{name}": name for name in _SETTINGS}
+        vars(self).update(
+            {
+                "_overflows": 0,
+                "last_found_inf": False,
+                "scale_before": state["_loss_scale"],
+                **{renamed.get(name, name): value for name, value in state.items()},
+            }
+        )
+        self.unread = UnreadFlags()
+
+
+class StaticLossScaler(LossScaler):
+    """A scale that never changes. A step that overflows is skipped all the same.
+
+    With the scale 1.0 there is nothing to unscale, so nothing is checked either: training runs as if without amp,
+    without a pass over the gradients and without waiting for the device. That is what bf16 takes by default, whose
+    range is that of fp32.
+
+    Args:
+        loss_scale: A number from 2**-126 to 2**126.
+
+    Raises:
+        LossScaleError: ``loss_scale`` is no such number.
+    """
+
+    def __init__(self, loss_scale: float = 1.0) -> None:
+        super().__init__(_scale_argument("loss_scale", loss_scale))
+
+    @property
+    def checks(self) -> bool:
+        """False for the scale 1.0 alone."""
+        return self._loss_scale != 1.0
+
+    def update(self, found_inf: bool) -> None:
+        """Count the steps without an overflow. See `LossScaler.update`."""
+        with self.unread.lock:
+            self.unread.catch_up()
+            self._move(found_inf)
+
+    def scale_without_sync(self) -> float:
+        """Return the scale. See `LossScaler.scale_without_sync`."""
+        return self._loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Whether flags on this device are worth it. See `LossScaler.serves_device`."""
+        return type(self).update is StaticLossScaler.update and self.unread.serves(device)
+
+    def __repr__(self) -> str:
+        return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
+
+
+class DynamicLossScaler(LossScaler):
+    """The rule of `torch.amp.GradScaler`, in its arithmetic (fp32), within limits.
+
+    After an overflow the scale is multiplied by ``backoff_factor``; after ``growth_interval`` updates in a row without
+    one, by ``growth_factor``. It stays in ``[min_loss_scale, max_loss_scale]``, the first value included.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: Above 1.
+        backoff_factor: Between 0 and 1.
+        growth_interval: A whole number of updates, at least 1.
+        min_loss_scale: The lower limit; None is 2**-126, the smallest normal fp32 number.
+        max_loss_scale: The upper limit; None is 2**126.
+
+    Raises:
+        LossScaleError: An argument is outside these rules.
+    """
+
+    checks = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+    ) -> None:
+        init_scale = _scale_argument("init_scale", init_scale)
+        self.growth_factor = _number("growth_factor", growth_factor, "a number above 1, such as 2.0")
+        self.backoff_factor = _number("backoff_factor", backoff_factor, "a number between 0 and 1, such as 0.5")
+        self.min_loss_scale = _SMALLEST if min_loss_scale is None else _scale_argument("min_loss_scale", min_loss_scale)
+        self.max_loss_scale = _LARGEST if max_loss_scale is None else _scale_argument("max_loss_scale", max_loss_scale)
+        if not 1.0 < self.growth_factor < math.inf:
+            raise LossScaleError(f"growth_factor={growth_factor!r} must be above 1 and finite; 2.0 is usual")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise LossScaleError(f"backoff_factor={backoff_factor!r} must be between 0 and 1; 0.5 is usual")
+        if not is_count(growth_interval, 1):
+            raise LossScaleError(f"growth_interval={growth_interval!r} must be a whole number of steps, at least 1")
+        if self.min_loss_scale > self.max_loss_scale:
+            raise LossScaleError(
+                f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
+            )
+        self.growth_interval = int(growth_interval)
+        # The scale and the growth tracker, fp32 and int32 tensors without dimensions; None where they must be made of
+        # the numbers first.
+        self._on_host: _State | None = None
+        self._on_device: _State | None = None
+        super().__init__(self._within_limits(init_scale))
+
+    def update(self, found_inf: bool) -> None:
+        """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
+        with self.unread.lock:
+            self._leave_device()
+            self._move(found_inf)
+
+    def scale_without_sync(self) -> Scale:
+        """Return the scale, from the device where only that knows it. See `LossScaler.scale_without_sync`."""
+        return self._on_device[0] if self._on_device is not None and len(self.unread) else self.loss_scale
+
+    def serves_device(self, device: torch.device) -> bool:
+        """Whether flags on this device are left there. See `LossScaler.serves_device`.
+
+        Not where the scale may be below 1 by then, which takes gradients two passes.
+        """
+        return self._lowest() >= 1.0 and type(self).update is DynamicLossScaler.update and self.unread.serves(device)
+
+    def _lowest(self) -> float:
+        """Return what the scale is at least after one more update, if all that are not known yet were overflows."""
+        return self._loss_scale * self.backoff_factor ** (len(self.unread) + 1)
+
+    @torch.no_grad()
+    def update_later(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
+        """Move the scale on the device now, and that of the host later. See `LossScaler.update_later`."""
+        device = found_inf.device
+        if self._on_device is None or self._on_device[0].device != device:
+            self.unread.catch_up()
+            self._on_device = self._state_on(device)
+        # A new tensor: open blocks and gradients go on with the old scale.
+        scale, growth_tracker = self._on_device[0].clone(), self._on_device[1]
+        self._apply_rule(scale, growth_tracker, found_inf)
+        self._on_device = scale, growth_tracker
+        # `_lowest` counts the flags that are unread: asked before this one is added, which may have others read.
+        super().update_later(found_inf, tell, urgent=urgent or self._lowest() < _NEAR_ONE)
+
+    @torch.inference_mode(False)
+    def _state_on(self, device: torch.device) -> _State:
+        # A checkpoint of a longer interval may have brought more: the rule grows at the very end of this one.
+        unskipped = min(self._unskipped, self.growth_interval - 1)
+        return (
+            torch.full((), self._loss_scale, dtype=torch.float32, device=device),
+            torch.full((), unskipped, dtype=torch.int32, device=device),
+        )
+
+    def _apply_rule(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
+        """Move the scale and the growth tracker on by one step, in place and on whatever device they lie."""
+        settings = self.growth_factor, self.backoff_factor, self.growth_interval
+        update_scale_(scale, growth_tracker, found_inf, *settings)
+        # Whether this update, or one that the host has yet to make, may bring the scale to a limit. By logarithms, as a
+        # power may overflow. The tolerance is for their rounding: it costs a clamp at most.
+        updates = len(self.unread) + 1
+        growths = (self._unskipped + updates) // self.growth_interval
+        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
+        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
+        if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
+            scale.clamp_(self.min_loss_scale, self.max_loss_scale)
+
+    def _leave_device(self) -> None:
+        """Go on from what the host knows, once it has caught up."""
+        self.unread.catch_up()
+        self._on_device = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Updates from before a setting is changed go by the old one.
+        if name in _SETTINGS and "unread" in vars(self):
+            self._leave_device()
+            self._on_host = None
+        super().__setattr__(name, value)
+
+    @torch.no_grad()
+    def _move(self, found_inf: bool) -> None:
+        state = self._on_host = self._on_host or self._state_on(_CPU)
+        super()._move(found_inf)
+        self._apply_rule(*state, _FLAGS[found_inf])
+        self._loss_scale, self._unskipped = float(state[0]), int(state[1])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
+        self._leave_device()
+        super().load_state_dict(state_dict)
+        self._loss_scale = self._within_limits(self._loss_scale)
+        self._on_host = None
+
+    def _within_limits(self, scale: float) -> float:
+        limited = min(max(scale, self.min_loss_scale), self.max_loss_scale)
+        # As the rule has it, in fp32.
+        return ctypes.c_float(limited).value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_on_host": None, "_on_device": None}
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("loss_scale", *_SETTINGS))
+        return f"DynamicLossScaler({shown})"
+
+
+def make_scaler(
+    loss_scale: float | str | LossScaler | None,
+    dtype: torch.dtype,
+    *,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = 2.0**24,
+) -> LossScaler:
+    """Return the scaler that a ``loss_scale=`` argument asks for.
+
+    Args:
+        loss_scale: None (dynamic for fp16, 1.0 for any other dtype), ``"dynamic"``, a number, or a scaler, which is
+            returned as it is.
+        dtype: The half dtype in use.
+        min_loss_scale: The lower limit of a dynamic scaler made here.
+        max_loss_scale: The upper limit of a dynamic scaler made here.
+
+    Raises:
+        LossScaleError: ``loss_scale`` is none of these.
+    """
+    if isinstance(loss_scale, LossScaler):
+        return loss_scale
+    if loss_scale is None:
+        loss_scale = "dynamic" if dtype == torch.float16 else 1.0
+    if loss_scale == "dynamic":
+        return DynamicLossScaler(min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+    if isinstance(loss_scale, str):
+        raise LossScaleError(f"loss_scale={loss_scale!r} is a string; choose 'dynamic' or a number, such as 128.0")
+    return StaticLossScaler(loss_scale)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_count(value: Any, at_least: int = 0) -> bool:
+    """Whether a value is a whole number, and not below ``at_least``; a bool is none."""
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= at_least
+
+
+def _number(name: str, value: Any, rule: str) -> float:
+    if not _is_number(value):
+        raise LossScaleError(f"{name}={value!r} is not a number; give {rule}")
+    return float(value)
+
+
+def _scale_argument(name: str, value: Any) -> float:
+    scale = _number(name, value, "a number above 0, such as 128.0")
+    # Written so that nan fails too.
+    if not _SMALLEST <= scale <= _LARGEST:
+        raise LossScaleError(f"{name}={value!r} must be from 2**-126 to 2**126; 128.0 is usual")
+    return scale
+
+
+def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
+    if not isinstance(state_dict, Mapping) or set(state_dict) != {"loss_scale", "unskipped"}:
+        found = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else kind_of(state_dict)
+        raise CheckpointError(
+            f"{key!r} is not a dict of 'loss_scale' and 'unskipped' alone, but {found}; nothing was loaded"
+        )
+    scale, unskipped = state_dict["loss_scale"], state_dict["unskipped"]
+    # Compared as it is: a whole number may be too large for a float.
+    if not _is_number(scale) or not _SMALLEST <= scale <= _LARGEST:
+        raise CheckpointError(
+            f"{key!r}: 'loss_scale' is {scale!r}, not a finite number from 2**-126 to 2**126; nothing was loaded"
+        )
+    if not is_count(unskipped):
+        raise CheckpointError(
+            f"{key!r}: 'unskipped' is {unskipped!r}, not a whole number of 0 or more; nothing was loaded"
+        )
+    return float(scale), int(unskipped)

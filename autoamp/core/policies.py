@@ -1,0 +1,349 @@
+"""From a policy to a replacement: what casts the arguments of a call, and what calls the original once.
+
+A replacement never writes to an argument, but for ``out=`` and the self of an in-place form. Ops of torch that need
+more than their policy says are in tables here.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoamp.core.attention import build_attention, build_half_attention
+from autoamp.core.casts import CastArgs, CastState, cast_call
+from autoamp.core.compilers import traceable_method
+from autoamp.core.composites import COMPOSITES, build_composite, ops_named
+from autoamp.core.fallbacks import FALLBACKS, build_fallback, build_retry, build_traced_fallback
+from autoamp.core.flat_weights import RECURRENT_LAYERS
+from autoamp.core.inference import PACKED, build_packed
+from autoamp.core.patches import imitate, mark
+from autoamp.core.recurrent import build_recurrent
+from autoamp.core.rules import CastPolicy
+from autoamp.core.sigmoids import TAKE_PROBABILITIES, watch_sigmoids
+from autoamp.core.threads import ThreadState, TracedMode
+from autoamp.core.writes import build_inplace, build_mutating, into_out, mutation_of
+from autoamp.errors import BannedFunctionError, warn_user
+from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.torch_private import start_no_graph, trace_instead, traced_in_place_of
+
+_BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Torch's own, whatever stands in its place while replacements are built.
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_CELLS = ops_named("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")
+# Ops that take ``dtype``. Not cumsum: it keeps nothing for backward, where it would sum in half.
+_TAKE_DTYPE = ops_named(
+    "cumprod",
+    "log_softmax",
+    "matrix_norm",
+    "nanmean",
+    "nansum",
+    "norm",
+    "prod",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "softmax",
+    "sum",
+    "vector_norm",
+)
+# The orders of a norm whose gradient has no power in it, which in half would overflow; those of a matrix that go by
+# singular values refuse halves.
+_ORDERS = frozenset({None, "fro", 0, 1, 2, math.inf, -math.inf})
+_MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
+_ORDER_TYPES = frozenset({int, float, str, type(None)})
+_OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
+
+SpecialCase = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call in an op's own way, with ``args`` and ``kwargs``; NotImplemented where it is made as any op's."""
+
+
+def build_replacement(
+    original: Any,
+    policy: CastPolicy,
+    casts: CastState,
+    *,
+    module: str,
+    qualname: str,
+    functional: Any = None,
+    remedy: str = "",
+    allow_banned: bool = True,
+    active: Any = True,
+    elsewhere: Any = None,
+) -> Any:
+    """Build the replacement of ``original`` under a policy.
+
+    Args:
+        original: A function, builtin, method descriptor, staticmethod or classmethod.
+        policy: Any policy but ``none``.
+        casts: The state that the replacement reads.
+        module: The module by which a builtin's replacement is pickled.
+        qualname: Its name there.
+        functional: For an in-place form the out-of-place function it computes with.
+        remedy: What a banned function's message tells the caller to do.
+        allow_banned: Whether a banned function with half arguments runs in fp32 with a warning, or raises
+            `BannedFunctionError`.
+        active: What `ThreadMode.on` is where the policy acts.
+        elsewhere: What is called where it does not, by default the original.
+    """
+    wrap: Any = None
+    if isinstance(original, (staticmethod, classmethod)):
+        wrap, original = type(original), original.__func__
+        elsewhere = getattr(elsewhere, "__func__", None)
+    elif isinstance(original, types.ClassMethodDescriptorType):
+        # A class method in C, as `torch.autograd.Function.apply` is from torch 2.14 on: it takes the class to call for.
+        descriptor, wrap = original, classmethod
+        original = lambda cls, *args, **kwargs: descriptor.__get__(None, cls)(*args, **kwargs)  # noqa: E731
+    cast_args: Any = {
+        CastPolicy.FP16: casts.args_to_half,
+        CastPolicy.FP32: casts.args_to_fp32,
+        CastPolicy.PROMOTE: casts.promote_args,
+    }.get(policy)
+    if policy is CastPolicy.BANNED:
+        cast_args = _banned_caster(casts, f"{module}.{qualname}", remedy, allow_banned)
+    mutation = mutation_of(original)
+    # fp32 is a promise on the whole of a composite function, whatever its body calls.
+    is_builtin, wide = isinstance(original, _BUILTINS), policy in (CastPolicy.FP32, CastPolicy.BANNED)
+    off_within = wide and functional is None and not is_builtin
+
+    def build(call: Any, functional: Any, local: Any, off_within: bool, elsewhere: Any) -> Callable[..., Any]:
+        if policy in FALLBACKS:
+            return _build_fallback(original, elsewhere or call, policy, casts, functional, local, active)
+        special_case = _special_case(original, call, policy, cast_args, casts, functional, mutation)
+        to_half = policy is CastPolicy.FP16
+        return _cast_and_call(call, cast_args, casts, special_case, to_half, off_within, local, active, elsewhere)
+
+    # Dynamo traces another one, which sets nothing when it runs.
+    call = traceable_method(original)
+    call = casts.local.with_mode(call, False) if off_within else call
+    watched = original
+    if policy is CastPolicy.BANNED and isinstance(original, types.FunctionType) and original in TAKE_PROBABILITIES:
+        watched = watch_sigmoids(original, casts, f"{module}.{qualname}", remedy)
+    traced_elsewhere = None if elsewhere is None else traced_in_place_of(elsewhere)
+    out_of_place = None if functional is None else traceable_method(functional)
+    traced = mark(build(call, out_of_place, casts.local.traced, False, traced_elsewhere), original)
+    replacement = trace_instead(build(watched, functional, casts.local, off_within, elsewhere), traced)
+    replacement = imitate(replacement, original, module, qualname)
+    if is_builtin:
+        # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
+        # fails where it trains `torch.lstm` on a CPU.
+        start_no_graph(replacement)
+    return replacement if wrap is None else wrap(replacement)
+
+
+def _build_fallback(
+    original: Any, call: Any, policy: CastPolicy, casts: CastState, functional: Any, local: Any, active: Any
+) -> Callable[..., Any]:
+    """Build what stands in for an original under one of `FALLBACKS`; ``call`` is what it calls."""
+    if original is _ATTENTION and not casts.on_by_default:
+        # As where no list has it: `unlisted_functions`.
+        call = build_half_attention(call, casts)
+    retry = build_retry(policy, original, functional)
+    traced = isinstance(local, TracedMode)
+    return build_traced_fallback(call, retry, local, active) if traced else build_fallback(call, retry, casts, active)
+
+
+def _cast_and_call(
+    original: Any,
+    cast_args: CastArgs,
+    casts: CastState,
+    special_case: SpecialCase | None,
+    to_half: bool,
+    off_within: bool,
+    local: ThreadState | TracedMode,
+    active: Any,
+    elsewhere: Any,
+) -> Callable[..., Any]:
+    """Return what stands in for an original, whatever the policy: it casts every argument and calls.
+
+    Args:
+        original: What it calls once.
+        cast_args: Casts arguments as the policy says.
+        casts: The state that is asked.
+        special_case: The op's own way.
+        to_half: Whether the policy is fp16.
+        off_within: Whether casts are off while the original runs.
+        local: Has the switches that are asked: `CastState.local`, or what traced code reads in its place.
+        active: What the first switch is where the policy acts.
+        elsewhere: What is called where it does not; None for what the handle's casts say.
+    """
+    compiling = torch.compiler.is_dynamo_compiling
+    # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
+    special_case_applies: Any = (special_case,) if special_case else ()
+    if special_case and casts.device_type == "cpu" and original in PACKED:
+        special_case_applies = casts.cache.pins
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        mode = local.mode
+        if mode.on is not active:
+            return when_off(*args, **kwargs)
+        if off_within:
+            # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
+            own_mode = vars(mode)
+            before = own_mode.get("on")
+            own_mode["on"] = False
+        try:
+            if special_case_applies and special_case is not None:
+                result = special_case(args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            if not kwargs:
+                return original(*cast_args(args))
+            if kwargs.get("out") is not None:
+                return into_out(original, cast_args, casts, args, kwargs, to_half=to_half)
+            # A half dtype is the caller's choice: autocast heeds it too, and norms refuse to narrow.
+            new = (args, kwargs) if kwargs.get("dtype") in HALF_DTYPES else cast_call(cast_args, args, kwargs)
+            return original(*new[0], **new[1])
+        except Exception as error:
+            if not compiling():
+                casts.explain(error)
+            raise
+        finally:
+            if off_within:
+                if before is None:
+                    # The thread had set nothing, and goes by the default again.
+                    del own_mode["on"]
+                else:
+                    own_mode["on"] = before
+
+    when_off = elsewhere
+    if elsewhere is None:
+        when_off = casts.when_off(original, replacement, local) if casts.in_modules else original
+    return replacement
+
+
+def _special_case(
+    original: Any, call: Any, policy: CastPolicy, cast_args: CastArgs, casts: CastState, functional: Any, mutation: Any
+) -> SpecialCase | None:
+    """Return the way of an op that needs more than its policy says; None for any other. It calls ``call``."""
+    to_half, on_cuda = policy is CastPolicy.FP16, casts.device_type == "cuda"
+    if functional is not None:
+        return build_inplace(call, functional, cast_args)
+    if mutation is not None:
+        return build_mutating(call, cast_args, casts, mutation, to_half=to_half)
+    if not isinstance(original, (*_BUILTINS, types.FunctionType)):
+        # No op of torch, and maybe an object that has no hash.
+        return None
+    if to_half:
+        if original in _CELLS:
+            return _precache_weights(casts)
+        if original is _ATTENTION:
+            return build_attention(original, casts)
+        if original in RECURRENT_LAYERS and on_cuda:
+            return build_recurrent(original, casts)
+        if original is torch.einsum:
+            # Without sums of products half precision gains nothing, and it promotes.
+            promote = casts.promote_args
+            return lambda args, kwargs: NotImplemented if kwargs or _contracts(args) else original(*promote(args))
+        return build_packed(original, casts)
+    if original in COMPOSITES and policy is not CastPolicy.BANNED and on_cuda:
+        return build_composite(original, casts)
+    return _pass_fp32_dtype(original, call, casts) if original in _TAKE_DTYPE and policy is CastPolicy.FP32 else None
+
+
+def _banned_caster(casts: CastState, name: str, remedy: str, allow_banned: bool) -> CastArgs:
+    """Return what casts to fp32 for a function whose result in half precision cannot be trusted, with a warning."""
+
+    def cast_args(args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
+        if not any(tensor.dtype in HALF_DTYPES and casts.eligible(tensor) for tensor in iter_tensors(args)):
+            return args
+        if not allow_banned:
+            raise BannedFunctionError(
+                f"{name} is banned in half precision: {remedy}; or init(allow_banned=True), which runs it in fp32"
+            )
+        if name not in casts.warned:
+            casts.warned.add(name)
+            warn_user(f"{name} is unsafe in half precision and runs in fp32: {remedy}")
+        return casts.args_to_fp32(args)
+
+    return cast_args
+
+
+def _contracts(args: tuple[Any, ...]) -> bool:
+    """Whether an einsum sums products: an index of several operands that its result lacks.
+
+    An index of one operand alone is summed before anything is multiplied, and torch sums in fp32.
+
+    Args:
+        args: An equation and operands. With lists of indices in place of an equation the answer is no: such a call is
+            rare, and promotes.
+    """
+    if not args or not isinstance(args[0], str):
+        return False
+    inputs, arrow, output = args[0].replace(" ", "").replace("...", ".").partition("->")
+    indices, tensors = inputs.split(","), args[1:]
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = tuple(tensors[0])
+    if len(tensors) != len(indices) or not all(isinstance(one, Tensor) for one in tensors):
+        return True  # torch raises an error
+    several: list[str] = []
+    seen: list[str] = []
+    for operand, tensor in zip(indices, tensors, strict=True):
+        for index in dict.fromkeys(operand):
+            # An ellipsis is an index where it stands for any dimensions.
+            if index == "." and tensor.dim() < len(operand):
+                continue
+            (several if index in seen else seen).append(index)
+    # A result that is not given has all of an ellipsis, and the indices that come once.
+    kept = output if arrow else "."
+    return any(index not in kept for index in several)
+
+
+def _precache_weights(casts: CastState) -> SpecialCase:
+    """Return the way of a cell of a recurrent layer: a module calls it in a loop, so its casts are kept at once."""
+
+    def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        param_casts: Any = None if torch.compiler.is_dynamo_compiling() else casts.local.param_casts
+        for arg in () if param_casts is None else args:
+            if type(arg) is Parameter:
+                # As if it had been cast before.
+                param_casts.setdefault(id(arg), None)
+        return NotImplemented
+
+    return keep
+
+
+def _pass_fp32_dtype(op: Any, call: Any, casts: CastState) -> SpecialCase:
+    """Return the way of an op that takes ``dtype``: it computes in fp32 and keeps a half argument for backward, uncast.
+
+    Args:
+        op: One of `_TAKE_DTYPE`.
+        call: What calls it.
+        casts: The casts of the handle.
+    """
+    is_norm = op.__name__.endswith("norm")
+    # How many positional arguments come before ``dtype``. Of builtins softmax takes it by position, others by name.
+    most = 2 if op.__name__.endswith("softmax") else sys.maxsize
+    if isinstance(op, types.FunctionType):
+        most = op.__code__.co_varnames.index("dtype")
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (
+            not args
+            or type(args[0]) is not Tensor
+            or args[0].dtype not in HALF_DTYPES
+            or not casts.eligible(args[0])
+            or kwargs.get("out") is not None
+            or (len(args) > most and args[most] is None)
+            or (is_norm and not _keeps_half(op, args, kwargs))
+        ):
+            return NotImplemented
+        # A dtype that the caller gives is heeded, as under autocast.
+        given = len(args) > most or kwargs.get("dtype") is not None
+        return call(*args, **(kwargs if given else {**kwargs, "dtype": torch.float32}))
+
+    return run
+
+
+def _keeps_half(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a norm takes a half argument, and has its gradient in range."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    of_matrix = op in _OF_MATRICES and type(dim) is not int and args[0].dim() > 1
+    return type(order) in _ORDER_TYPES and order in (_MATRIX_ORDERS if of_matrix else _ORDERS)

@@ -1,0 +1,1 @@
+from autoamp.tools import *

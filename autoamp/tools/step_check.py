@@ -1,0 +1,308 @@
+"""Compares a step that is about to be taken with the same step in fp32, by its tape.
+
+An op may overflow although every gradient is finite: 1 / inf is 0, and so is each gradient before it. The step is not
+skipped. Other ops round: each half op rounds its results, in bf16 to about 2**-9, and most programs do not notice.
+Some ops enlarge such an error: the sine of an angle of 3000, or 1 - p of a p close to 1. They are those whose results
+are far from fp32 while what they read is not. The error comes from the half ops that made what they read. The tape runs
+again with these in fp32, and they are told if that removes most of the error of the gradients or the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
+from autoamp.tools.findings import (
+    Entry,
+    half_ops_before,
+    half_precision_finding,
+    in_fp32_with,
+    is_half,
+    is_product,
+    keeps_products,
+    module_entries,
+)
+from autoamp.tools.half_losses import is_sampled
+from autoamp.tools.origins import Errors, Followed, errors_of
+from autoamp.tools.overflow import OverflowTrace
+from autoamp.tools.ranges import relative_error
+from autoamp.tools.tables import first_of
+from autoamp.tools.tape import Choice, Op, Place, Rerun, Tape, everything, iter_refs
+from autoamp.tools.verdicts import Overflow
+
+log = logging.getLogger(__name__)
+
+# From this difference on, as a part of the gradient in fp32, the gradient in half precision is wrong.
+_WRONG = 0.5
+# Ops are looked for if a step is off by so many units in the last place of the half dtype, and by this part.
+_FAR_UNITS, _FAR = 16, 0.02
+# The results of an op that enlarges an error are off by so many units, and so many times as far as what it reads.
+_LARGE_UNITS, _TIMES = 8, 4.0
+# Ops and entries are told if at most so much of the error is left with them in fp32.
+_LEFT = 1 / 3
+# From this error of the gradients on the lines that make it are looked for, also if they are all of the products.
+_MUCH, _MAX_TRIED = 0.1, 24
+# So many ops that enlarge errors are looked at, and so many lines before each.
+_MAX_OPS, _MAX_LINES = 3, 4
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Ops whose rounding makes most of the error of a step. ``str()`` of it is a sentence.
+
+    Attributes:
+        ops: For each its function, the path of its module and its line. The module is None if there are several.
+        dtype: The half dtype.
+        own_error: How far the result of the first is from fp32, computed from the same half inputs.
+        errors: Those of the step.
+        share: How much of the error in the gradients, or else in the loss, is gone with them in fp32.
+        entry: The entry of a list that does that; None if none was found.
+    """
+
+    ops: tuple[tuple[str | None, str | None, str | None], ...]
+    dtype: str
+    own_error: float
+    errors: Errors
+    share: float
+    entry: Entry | None
+
+    @property
+    def remedy(self) -> str:
+        """What to do."""
+        if self.entry is None:
+            return "compute these lines in fp32; no entry of a list was found that does"
+        return self.entry.advice()
+
+    @property
+    def place(self) -> str:
+        """The ops in words."""
+        return " and ".join(
+            f"{op}{f' in module {module}' if module else ''}{f' at {line}' if line else ''}"
+            for op, module, line in self.ops
+        )
+
+    def __str__(self) -> str:
+        rounds = "round" if len(self.ops) > 1 else "rounds"
+        return (
+            f"{self.place} {rounds} to {self.dtype}, by {self.own_error:.2%}, and later ops enlarge that: "
+            f"{self.errors}, and {self.share:.0%} of that comes from here"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        entry = self.entry or Entry()
+        return {
+            "ops": [dict(zip(("op", "module", "location"), one, strict=True)) for one in self.ops],
+            "sentence": str(self), "remedy": self.remedy, "own_error": self.own_error, "share": self.share,
+            "gradient_error": self.errors.gradients, "loss_error": self.errors.loss,
+            "fp32_names": list(entry.names), "fp32_module": entry.module,
+        }  # fmt: skip
+
+
+class StepCheck:
+    """Compares steps that are about to be taken with fp32, by the tapes that `OverflowTrace` recorded.
+
+    Args:
+        overflows: Records the steps. Nothing is compared unless it records all of them.
+
+    Attributes:
+        faults: The ops that overflowed in steps that were not skipped, each with what was found in words.
+        roundings: The ops that made steps wrong without an overflow, each with the number of the step.
+        farthest: The errors of the step whose gradients were farthest from fp32; None if none were compared.
+        source: What makes most of those errors, if they are large and no rounding explains them: no fault by itself, as
+            close to a minimum all gradients are of rounding. None otherwise.
+        compared: The number of steps that were compared.
+        unchecked: Why the last step that could not be compared was not; None if all were.
+    """
+
+    def __init__(self, overflows: OverflowTrace) -> None:
+        self.faults: list[tuple[str, Overflow]] = []
+        self.roundings: list[tuple[int, Rounding]] = []
+        self.farthest: Errors | None = None
+        self.source: Rounding | None = None
+        self.compared = 0
+        self.unchecked: str | None = None
+        self._overflows = overflows
+
+    def compare(self, step: int) -> None:
+        """Compare the coming step with fp32, if its number, from 0, is 0, 1, 4, 16 and so on."""
+        if not (self._overflows.always and (step == 0 or is_sampled(step))):
+            return
+        try:
+            self._compare(step)
+            self.compared += 1
+        except Exception as error:
+            # A comparison never ends the program.
+            self.unchecked = str(error) or type(error).__name__
+            log.debug("a step could not be compared with fp32", exc_info=True)
+
+    def _compare(self, step: int) -> None:
+        """Find the first op that overflows in half precision, if that changes gradients, or else ops that round."""
+        observation = self._overflows.observation
+        tape = self._overflows.tape_of(self._overflows.recorder.step, 1.0)
+        with observation.quietly(), observation.casts.switched(False, forced_off=True):
+            half = Followed(tape)
+            # If gradients are not finite the step will be skipped, and that overflow is explained.
+            if half.at_gradients:
+                return
+            wide = Rerun(tape, everything).finish()
+            errors = errors_of(half, wide)
+            is_farthest = self.farthest is None or errors.gradients > self.farthest.gradients
+            if is_farthest:
+                self.farthest, self.source = errors, None
+            origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
+            origin = next((one for one in origins if not one.intended), None)
+            wrong = [name for name, error in errors.parameters.items() if error > _WRONG]
+            if origin is not None and wrong:
+                overflow = half_precision_finding(origin, Followed(tape, everything))
+                if overflow.place not in [known.place for _, known in self.faults]:
+                    taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
+                    overflow_there = replace(overflow, iteration=step, parameter=wrong[0])
+                    self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
+            rounding = _find_rounding(tape, errors, wide) if origin is None else None
+            if rounding is None and origin is None and is_farthest and errors.gradients >= _MUCH:
+                self.source = _find_source(tape, errors, wide)
+            if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
+                self.roundings.append((step, rounding))
+
+
+def _line_of(tape: Tape, op: Op) -> Place:
+    """Return the line of an op: its function and its location, in one module, or in all of them if that is None.
+
+    Layers with weights are told apart, as one line may call several.
+    """
+    place = op.place
+    in_torch = bool(place.classes) and place.classes[-1].startswith("torch.")
+    is_layer = is_product(op) and any(one.phase == "backward" and one.place is place for one in tape.ops)
+    return Place(place.function, place.module if in_torch or is_layer else None, place.location)
+
+
+def _is_at(line: Place, op: Op) -> bool:
+    """Whether an op is called at a line."""
+    place = op.place
+    same = (place.function, place.location) == (line.function, line.location)
+    return same and not place.is_cast and line.module in (None, place.module)
+
+
+def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
+    """Return the ops whose rounding makes most of the error of a step; None if the error is small, or no ops do.
+
+    Args:
+        tape: The step, whose gradients are finite.
+        errors: Its errors.
+        wide: Its run in fp32, which has ended.
+
+    Raises:
+        CannotRerun: The step cannot run again.
+    """
+    unit = torch.finfo(tape.half_dtype).eps
+    far = max(_FAR_UNITS * unit, _FAR)
+    if max(errors.gradients, errors.loss) < far:
+        return None
+    in_gradients = errors.gradients >= far
+
+    def left(has: Choice, within: bool = False) -> float:
+        run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
+        rest = errors_of(run, wide)
+        return rest.gradients / errors.gradients if in_gradients else rest.loss / errors.loss
+
+    for op in itertools.islice(_enlarging(tape, unit), _MAX_OPS):
+        before = [op] if is_half(op) else []
+        before += [one for one in half_ops_before(tape, op) if one.phase == "forward" and not one.place.is_cast]
+        lines = list(dict.fromkeys(_line_of(tape, one) for one in before))[:_MAX_LINES]
+        found = _fewest(lines, left)
+        # Close to its minimum a model of one layer has gradients of nothing but rounding.
+        if found is None or not keeps_products(tape, chosen := _any_of(found)):
+            continue
+        ops, named = [one for one in before if chosen(one)], []
+        for line in found:
+            modules = {one.place.module for one in ops if _is_at(line, one)}
+            named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
+        share, own_error = 1.0 - left(chosen), _own_error(tape, ops[0])
+        names = tuple(dict.fromkeys(name for one in ops for name in one.place.names))
+        entries = [*([Entry(names)] if names else []), *module_entries(ops[-1])]
+        tried = (one for one in entries if keeps_products(tape, one.acts_on))
+        entry = next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
+        return Rounding(tuple(named), dtype_name(tape.half_dtype), own_error, errors, share, entry)
+    return None
+
+
+def _find_source(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
+    """Return the lines, or else the module of the program, that make most of the error of the gradients; None for none.
+
+    Args:
+        tape: The step, whose gradients are finite.
+        errors: Its errors.
+        wide: Its run in fp32, which has ended.
+    """
+
+    def left(has: Choice, within: bool = False) -> float:
+        run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
+        return errors_of(run, wide).gradients / errors.gradients
+
+    halves = [op for op in tape.ops if op.phase == "forward" and not op.place.is_cast and is_half(op)]
+    lines = list(dict.fromkeys(_line_of(tape, op) for op in halves))[:_MAX_TRIED]
+    rest = {line: left(_any_of([line])) for line in lines}
+    found = _fewest(sorted(lines, key=rest.__getitem__)[:_MAX_LINES], left)
+    if found is not None:
+        ops = [op for op in halves if _any_of(found)(op)]
+        named = tuple((line.function, line.module, line.location) for line in found)
+        entries = [Entry(tuple(dict.fromkeys(name for op in ops for name in op.place.names))), *module_entries(ops[-1])]
+    else:
+        # The whole of a module, whose class is named in place of a line.
+        named, ops = (), halves
+        entries = list(dict.fromkeys(entry for op in halves for entry in reversed(module_entries(op))))[:_MAX_TRIED]
+    healing = ((one, left(one.acts_on, one.module is not None)) for one in entries if one.names or one.module)
+    entry, share = next(((one, rest) for one, rest in healing if rest <= _LEFT), (None, 1.0))
+    if found is not None:
+        share = left(_any_of(found))
+    elif entry is not None:
+        ops = [op for op in halves if entry.acts_on(op)]
+        named = ((f"module {entry.module}", None, None),)
+    if not named:
+        return None
+    first = next(filter(is_product, ops), ops[0])
+    return Rounding(named, dtype_name(tape.half_dtype), _own_error(tape, first), errors, 1.0 - share, entry)
+
+
+def _any_of(lines: list[Place]) -> Choice:
+    return lambda op: any(_is_at(line, op) for line in lines)
+
+
+def _fewest(lines: list[Place], left: Callable[[Choice], float]) -> list[Place] | None:
+    """Return the first lines that remove most of the error if they are in fp32, without those that are not needed."""
+    for number in range(1, len(lines) + 1):
+        if left(_any_of(found := lines[:number])) <= _LEFT:
+            for line in found[:-1]:
+                rest = [one for one in found if one is not line]
+                found = rest if left(_any_of(rest)) <= _LEFT else found
+            return found
+    return None
+
+
+def _enlarging(tape: Tape, unit: float) -> Iterator[Op]:
+    """Yield the ops of the forward pass whose results are far from fp32 while what they read is not."""
+    apart: dict[int, float] = {}
+    for op, made in _errors_in_fp32(tape, everything):
+        read = max((apart.get(ref.memory, 0.0) for ref in iter_refs((op.args, op.kwargs))), default=0.0)
+        apart.update({ref.memory: made for ref in iter_refs(op.outputs)})
+        if made > max(_LARGE_UNITS * unit, _TIMES * read):
+            yield op
+
+
+def _own_error(tape: Tape, op: Op) -> float:
+    """Return how far the result of an op is from fp32, computed from the same inputs."""
+    return next(error for one, error in _errors_in_fp32(tape, lambda one: one is op) if one is op)
+
+
+def _errors_in_fp32(tape: Tape, in_fp32: Choice) -> Iterator[tuple[Op, float]]:
+    """Yield the ops of the forward pass with how far their results are from a run in which some are in fp32."""
+    for (op, _, half), (_, _, full) in zip(Rerun(tape), Rerun(tape, in_fp32), strict=True):
+        if op.phase != "backward" and half is not None:
+            yield op, max(map(relative_error, iter_tensors(half), iter_tensors(full)), default=0.0)
