@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from autoamp.cli import main
-from tests.diagnostics.report.runs import train
+from tests.tools.report.runs import train
 
 FINDING = {"format": 7, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}}
 TAPE = {"events": [], "named": (), "scale": 1.0, "half_dtype": torch.float16}
