@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoamp.apex.levels import LEVELS, LevelName, Setup, end, level_with, set_up
+from autoamp.apex.levels import LEVELS, LevelName, OptLevel, Setup, end, level_with, set_up
 from autoamp.core import (
     CastTable,
     LossScaler,
@@ -155,15 +155,7 @@ def initialize(
     casts = level.casts_models or level.patch_torch_functions
     if casts and falls_back_to_fp32(half, settings.device_type):
         level = replace(LEVELS["O0"], loss_scale=level.loss_scale)
-    table, modules = settings.table, CastTable((), settings.table.modules)
-    settings = replace(
-        settings,
-        table=table if level.patch_torch_functions else modules,
-        half_table=half_model_table(table, settings.device_type) if level.casts_models else None,
-        opt_level=level.name,
-        verbose=verbosity > 1,
-    )
-    expand(settings.half_table or settings.table)  # refuses unknown names
+    settings = replace(_with_tables(settings, level), opt_level=level.name, verbose=verbosity > 1)
     if not is_count(num_losses, 1):
         raise UsageError(f"num_losses={num_losses!r} must be a whole number of 1 or more")
     scaler = make_scaler(level.loss_scale, settings.dtype, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -188,6 +180,15 @@ def initialize(
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
+
+
+def _with_tables(settings: Settings, level: OptLevel) -> Settings:
+    """Return settings with the rules of a level: of functions, and those inside half models."""
+    table, modules = settings.table, CastTable((), settings.table.modules)
+    half_table = half_model_table(table, settings.device_type) if level.casts_models else None
+    settings = replace(settings, table=table if level.patch_torch_functions else modules, half_table=half_table)
+    expand(half_table or settings.table)  # refuses unknown names
+    return settings
 
 
 def _checked_models(models: Any) -> list[Module]:

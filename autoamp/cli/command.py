@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import pkgutil
@@ -120,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # argparse drops a "--" that follows the program and is meant for it.
             chosen.args = ["--", *chosen.args]
     try:
+        # All that the package offers: handles that are made from here on look on.
+        importlib.import_module("autoamp.exports")
         result = pkgutil.resolve_name(_FUNCTIONS[chosen.command])(chosen)
     except AutoampError as error:
         options = {name: f"--{name.replace('_', '-')} " for name in vars(chosen)}

@@ -59,6 +59,12 @@ class ModuleCalls(Subscriber):
         compiling = torch.compiler.is_dynamo_compiling
         has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
 
+        def precision_of(module: Module) -> ModulePrecision | None:
+            # After `dtypes.switch`, which lifts a default that forces casts off outside of models. In half models
+            # `initialize` has cast the modules with a precision of their own.
+            mode = local.now()
+            return None if mode.forced_off or mode.on == HALF_MODEL else precisions.get(module)
+
         def switch(module: Module, precision: ModulePrecision | None, tokens: list[Token]) -> tuple[bool, bool]:
             """Set the switches of a call. Returns whether outputs become fp32, and whether there are no parameters."""
             widens = False
@@ -99,10 +105,7 @@ class ModuleCalls(Subscriber):
                     outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
                     if outermost and (in_modules or local.now().on is True):
                         precisions.begin_model(self)
-                    # After `switch`, which lifts a default that forces casts off outside of models. In half models
-                    # `initialize` has cast the modules with a precision of their own.
-                    mode = local.now()
-                    precision = None if mode.forced_off or mode.on == HALF_MODEL else precisions.get(self)
+                    precision = precision_of(self)
                     if precision is not None and precision is not ModulePrecision.NONE:
                         cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
                         args, kwargs = _cast_nested((args, kwargs), cast)

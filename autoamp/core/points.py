@@ -19,8 +19,8 @@ from autoamp import torch_private
 from autoamp.core.events import Subscriber
 from autoamp.core.patches import PatchSet, imitate, original_of
 
-LATE_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
-"""The one module with a point that torch does not import itself."""
+LATE_MODULES = "torch.distributed.fsdp.sharded_grad_scaler", "torch.export", "torch.onnx"
+"""The modules with points that torch may not import itself."""
 
 Hears = Sequence[Callable[..., Any]]
 """The methods of subscribers for one event, in their order."""
@@ -53,9 +53,9 @@ def points() -> Iterator[Point]:
     yield Point(Module, "state_dict", Subscriber.around_state_dict, _around)
     yield Point(Module, "load_state_dict", Subscriber.around_load_state_dict, _around)
     yield Point(torch.optim.swa_utils.AveragedModel, "__init__", Subscriber.average_made, _after)
-    for owner, name in ((torch.jit, "trace"), (torch.jit, "trace_module"), (torch.export, "export")):
+    for owner, name in ((torch.jit, "trace"), (torch.jit, "trace_module"), (sys.modules.get("torch.export"), "export")):
         yield Point(owner, name, Subscriber.around_export, _around)
-    yield Point(torch.onnx, "export", Subscriber.around_export, _around)
+    yield Point(sys.modules.get("torch.onnx"), "export", Subscriber.around_export, _around)
     checkpoint, later = torch.utils.checkpoint, Subscriber.runs_later
     yield Point(checkpoint, torch_private.RECOMPUTATION, later, functools.partial(_later, place=0))
     yield Point(checkpoint.CheckpointFunction, "forward", later, functools.partial(_later, place=1))
@@ -84,7 +84,7 @@ def points() -> Iterator[Point]:
     yield Point(Optimizer, "__setstate__", Subscriber.optimizer_made, _after)
     yield Point(scaler, "__init__", Subscriber.scaler_made, _after)
     yield Point(scaler, "scale", Subscriber.loss_scaled, _after_scale)
-    sharded = getattr(sys.modules.get(LATE_MODULE), "ShardedGradScaler", None)
+    sharded = getattr(sys.modules.get(LATE_MODULES[0]), "ShardedGradScaler", None)
     yield Point(sharded, "scale", Subscriber.loss_scaled, _after_scale)
     yield Point(scaler, "unscale_", Subscriber.around_unscale, _around)
     yield Point(scaler, "step", Subscriber.around_scaler_step, _around)

@@ -160,6 +160,8 @@ class ModulePrecisions:
             is_class = rule in self._class_rules and (
                 any(_is_named(type(module), rule.pattern) for module in names.values())
                 or _class_at(rule.pattern) is not None
+                # A class that the script may yet define is told of after the first step.
+                or (_fault(rule.pattern, waits=True) is None and _fault(rule.pattern, waits=False) is not None)
             )
             if not is_class:
                 self._warned.add(rule)

@@ -12,7 +12,8 @@ import torch
 
 import autoamp
 from autoamp.cli import main
-from autoamp.core import Handle, current_handle
+from autoamp.core import current_handle
+from autoamp.tools import Handle
 
 QUICK = ["doctor", "--quick", "--device-type", "cpu"]
 

@@ -64,7 +64,7 @@ def test_a_package_brings_the_rules_of_its_own_ops(
     assert main(["lists"]) == 0
     file = tmp_path / "mylib" / "autoamp.toml"
     assert [line.split() for line in capsys.readouterr().out.splitlines() if "mylib" in line] == [
-        ["mylib.product", "fp16", f"{file}:2"],
+        ["mylib.product", "bf16", f"{file}:2"],
         ["mylib.Norm", "fp32", f"{file}:5"],
         ["my-library", "1.2", str(file)],
     ]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from autoamp.core.list_checks import autocast_policies
 
 import autoamp
 from autoamp.core import shipped_sets, shipped_table
+from autoamp.tools.list_checks import autocast_policies
 from tests.core.rules._shared import load, policies, shipped_data, shipped_file
 
 
