@@ -43,7 +43,6 @@ from autoamp.core.casts import dtype_with_sparse as dtype_with_sparse
 from autoamp.core.compilers import CompilerTables as CompilerTables
 from autoamp.core.compilers import traceable_method as traceable_method
 from autoamp.core.distributed_state import DistributedState as DistributedState
-from autoamp.core.events import Subscriber as Subscriber
 from autoamp.core.fallbacks import FALLBACKS as FALLBACKS
 from autoamp.core.flat_weights import RECURRENT_LAYERS as RECURRENT_LAYERS
 from autoamp.core.flat_weights import flat_layout as flat_layout
@@ -107,6 +106,9 @@ from autoamp.core.nonfinite import NonFiniteSteps as NonFiniteSteps
 from autoamp.core.optimizer_steps import OptimizerSteps as OptimizerSteps
 from autoamp.core.overflow_checks import OverflowCheck as OverflowCheck
 from autoamp.core.overflow_checks import read_checks as read_checks
+from autoamp.core.patch_sites import Parts as Parts
+from autoamp.core.patch_sites import PatchSite as PatchSite
+from autoamp.core.patch_sites import PatchSites as PatchSites
 from autoamp.core.patches import PatchSet as PatchSet
 from autoamp.core.patches import check_writable as check_writable
 from autoamp.core.patches import imitate as imitate
@@ -119,7 +121,6 @@ from autoamp.core.precisions import ModulePrecisions as ModulePrecisions
 from autoamp.core.precisions import Override as Override
 from autoamp.core.precisions import check_module_rules as check_module_rules
 from autoamp.core.precisions import class_name as class_name
-from autoamp.core.program import Program as Program
 from autoamp.core.ranks import RequestedGroup as RequestedGroup
 from autoamp.core.ranks import several_processes as several_processes
 from autoamp.core.rules import CastPolicy as CastPolicy

@@ -21,7 +21,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autoamp.core.attach import ScalesItself, living_optimizers_and_modules
 from autoamp.core.backward_pass import OurHook, ScaledPass, can_begin_at, reached_by, scaled_gradients
 from autoamp.core.block import open_blocks
-from autoamp.core.events import Subscriber
 from autoamp.core.gradient_hooks import GradientHook, Hook, PostAccumulateHook, RunningPasses
 from autoamp.core.gradients import is_flat, is_sharded
 from autoamp.core.guard import StepGuard
@@ -34,7 +33,7 @@ from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS
 log = logging.getLogger(__name__)
 
 
-class AutoScale(Subscriber):
+class AutoScale:
     """Scales every backward pass of the program that ends in parameters of an optimizer, until `stop`.
 
     Left alone are `torch.autograd.grad`, passes with ``create_graph=True``, those that reach no optimizer's parameter,
@@ -77,7 +76,7 @@ class AutoScale(Subscriber):
         # What an earlier training used says nothing of the next one.
         self._yielded_to = None
         self.active = True
-        self._optimizers.program.update()
+        self._optimizers.sites.update()
         self.started()
         return self
 
@@ -95,7 +94,7 @@ class AutoScale(Subscriber):
     def stop(self) -> None:
         """Scale nothing any more. The optimizers stay guarded, for verdicts that their next step is to read."""
         self.active = False
-        self._optimizers.program.update()
+        self._optimizers.sites.update()
 
     def __enter__(self) -> AutoScale:
         return self
@@ -262,7 +261,13 @@ class AutoScale(Subscriber):
             self._retained[tensor] = None
 
     def hook_registered(self, hook: Any, tensor: Tensor | None, *, accumulated: bool) -> Any:
-        """Return a hook that gets true gradients."""
+        """Return a hook that gets true gradients.
+
+        Args:
+            hook: The hook that the program registers.
+            tensor: The tensor that it is registered at; None for a module, or for all modules.
+            accumulated: Whether it is called with the tensor, after the gradient was added to its ``.grad``.
+        """
         # A tensor subclass comes by twice, on its way through __torch_function__.
         if not self.active or not callable(hook) or isinstance(hook, (OurHook, Hook)) or torch.compiler.is_compiling():
             return hook

@@ -17,7 +17,6 @@ import torch
 
 from autoamp.core.autocast_state import PROTECTED, caller_of, is_torchs
 from autoamp.core.casts import CastState
-from autoamp.core.events import Subscriber
 from autoamp.core.threads import ThreadState
 from autoamp.errors import line_of_user
 from autoamp.torch_private import traced_frames
@@ -29,7 +28,7 @@ _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__", "decorate_f
 _AROUND_CALLS = frozenset({"autoamp.core.module_calls", ThreadState.__module__})
 
 
-class AutocastRegions(Subscriber):
+class AutocastRegions:
     """Turns one handle's casts off within disabled autocast regions, in their thread.
 
     Regions of all kinds are told to `CastState.note_autocast`, but for those that our casts take the place of.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, SupportsFloat
 
 from torch import Tensor
 
-from autoamp.core.events import Subscriber
 from autoamp.core.gradients import local_of
 from autoamp.core.listeners import Listeners
-from autoamp.core.program import Program
 from autoamp.tensors import compacted
 from autoamp.torch_private import has_modes, undisturbed
 
@@ -21,22 +20,25 @@ class CurrentStep:
     """What is known of a step until the next one begins.
 
     Args:
-        program: Hears of the end of a step.
         listeners: Hear of losses, of the call of an optimizer, and of the end of a step.
 
     Attributes:
         losses: The losses of one element since the last step, the first 256, without their graph.
         unscaled: Those that no loss scale multiplies.
         waiting: The number of losses that were scaled and whose backward pass has not begun.
+        refuses: Tells of an optimizer and its guard, or None, whether a step by unchecked gradients is to be skipped.
+        after: Called when a step was taken or skipped.
         reads_flags: Whether the host is to learn at once what becomes of the step.
     """
 
-    def __init__(self, program: Program, listeners: Listeners) -> None:
+    def __init__(self, listeners: Listeners) -> None:
         self.losses: list[Tensor] = []
         self.unscaled: list[Tensor] = []
         self.waiting = 0
         self.reads_flags = False
-        self._program, self._listeners = program, listeners
+        self.refuses: Callable[[Any, Any], bool] = lambda optimizer, guard: False
+        self.after: Callable[[], object] = lambda: None
+        self._listeners = listeners
         # Other optimizers may step by the same losses until the next one comes.
         self._ended = False
 
@@ -73,7 +75,7 @@ class CurrentStep:
 
     def end(self, step: Any) -> None:
         """Take note that a step was taken or skipped, as its `autoamp.core.Step` tells."""
-        self._program.tell(Subscriber.step_ended, step)
+        self.after()
         for ended in self._listeners.step_ended:
             ended(step)
 

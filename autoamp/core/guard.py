@@ -27,7 +27,6 @@ from autoamp.core.attach import (
     state_size,
     takes_flag,
 )
-from autoamp.core.events import Subscriber
 from autoamp.core.gradients import non_finite
 from autoamp.core.loss_scale import LossScaler
 from autoamp.core.masters import MasterWeights
@@ -145,7 +144,7 @@ class StepGuard:
 
     def is_refused(self) -> bool:
         """Whether a subscriber refuses the step, by gradients that no loss scale checked."""
-        return any(self.owner.program.tell(Subscriber.refuses_step, self.optimizer, self))
+        return self.owner.current.refuses(self.optimizer, self)
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flag = self._flag_for_device()

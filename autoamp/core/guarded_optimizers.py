@@ -22,7 +22,7 @@ from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler
 from autoamp.core.loss_scalers import LossScalers, as_list
 from autoamp.core.masters import MasterWeights
-from autoamp.core.program import Program
+from autoamp.core.patch_sites import PatchSites
 from autoamp.core.rank_consistency import compare_ranks, rank_sets
 from autoamp.core.ranks import RequestedGroup, several_processes
 from autoamp.core.scaled_backward import BackwardWatch, LeftScaled
@@ -64,9 +64,9 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         self._asked_for_all: RequestedGroup | None = None
         self._asked: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
-        self.program = Program()
+        self.sites = PatchSites()
         self.listeners = Listeners()
-        self.current = CurrentStep(self.program, self.listeners)
+        self.current = CurrentStep(self.listeners)
         self._vanishing = UnderflowWatch()
         self.left_scaled = LeftScaled(lambda: self.guards)
 

@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.buffer_writes import BufferWrites
 from autoamp.core.casts import CastState
-from autoamp.core.events import Subscriber
 from autoamp.core.flat_weights import flatten_weights
 from autoamp.core.links import load_master, master_of, release_master
 from autoamp.core.masters import fit_state
@@ -68,7 +67,7 @@ class ForwardDtypes:
         return [local.set(False)] if self.casts is False else []
 
 
-class CastModels(Subscriber):
+class CastModels:
     """The models of a handle that are in half precision, or whose inputs and outputs are cast.
 
     Attributes:

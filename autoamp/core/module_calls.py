@@ -18,7 +18,6 @@ import torch
 from torch.nn import Module
 
 from autoamp.core.casts import CastState
-from autoamp.core.events import Subscriber
 from autoamp.core.half_models import ForwardDtypes, cast_structure
 from autoamp.core.links import refresh_params
 from autoamp.core.listeners import Listeners
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class ModuleCalls(Subscriber):
+class ModuleCalls:
     """Stands around calls of modules. What runs later or in another thread casts as its caller did.
 
     That is what `torch.utils.checkpoint` runs again in backward, where the module around it has returned, and with it
@@ -162,7 +161,7 @@ class ModuleCalls(Subscriber):
 
         return export
 
-    def step_ended(self, step: Any) -> None:
+    def step_ended(self) -> None:
         """Note that an optimizer has stepped."""
         self.casts.note_step()
         self.precisions.warn_of_unmatched()

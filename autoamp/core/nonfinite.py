@@ -24,7 +24,6 @@ from torch import Tensor
 
 from autoamp.core.attach import named_params, stepped_params
 from autoamp.core.block import open_blocks
-from autoamp.core.events import Subscriber
 from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, total_norm
 from autoamp.core.guard import StepGuard
 from autoamp.core.guarded_optimizers import GuardedOptimizers
@@ -42,7 +41,7 @@ _VECTORS = 4
 _LOWEST = 2.0**-126
 
 
-class NonFiniteSteps(Subscriber):
+class NonFiniteSteps:
     """Looks at each step that no loss scale of autoamp checks, while the handle is active.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autoamp.core.attach import ScalesItself, guard_before, stepped_params, takes_flag
-from autoamp.core.events import Subscriber
+from autoamp.core.auto_scale import AutoScale
 from autoamp.core.guard import StepGuard
 from autoamp.core.guarded_optimizers import GuardedOptimizers
 from autoamp.core.skips import Step
@@ -18,14 +18,16 @@ from autoamp.core.unread_flags import is_same_scale
 from autoamp.errors import warn_user
 
 
-class OptimizerSteps(Subscriber):
+class OptimizerSteps:
     """Stands around all steps of torch's optimizers while the handle is active, and looks at what clips gradients.
 
     Args:
         optimizers: Those of the handle, with their guards.
+        auto_scaling: Guards optimizers that it has not met before.
     """
 
-    def __init__(self, optimizers: GuardedOptimizers) -> None:
+    def __init__(self, optimizers: GuardedOptimizers, auto_scaling: AutoScale) -> None:
+        self._auto_scaling = auto_scaling
         self._optimizers = optimizers
         self._active = False
         self._warned_of_clipping = False
@@ -62,7 +64,7 @@ class OptimizerSteps(Subscriber):
         plain_step: Step | None = None
         # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
         if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
-            optimizers.program.tell(Subscriber.unguarded_step, optimizer)
+            self._auto_scaling.unguarded_step(optimizer)
             guard = optimizers.guard_of(optimizer) or _guard_around(optimizers.guards, optimizer)
             if guard is None and callable(args[0] if args else kwargs.get("closure")):
                 # Now: when the closure scales the first loss, the step has begun already.
@@ -84,7 +86,7 @@ class OptimizerSteps(Subscriber):
         if guard is not None and not guard.stepping:
             return guard.step(run, args, kwargs)
         result = None
-        if plain_step is not None and any(optimizers.program.tell(Subscriber.refuses_step, optimizer, None)):
+        if plain_step is not None and optimizers.current.refuses(optimizer, None):
             plain_step.skipped_by = "on_nonfinite"
         else:
             result = optimizers.casts.local.with_mode(run, False)(*args, **kwargs)

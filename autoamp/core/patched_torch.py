@@ -12,7 +12,6 @@ import torch
 from autoamp import torch_private
 from autoamp.core.autocast_state import autocast_functions
 from autoamp.core.compilers import CompilerTables
-from autoamp.core.events import Subscriber
 from autoamp.core.guarded_optimizers import GuardedOptimizers
 from autoamp.core.patches import PatchSet, mark, name_by, writing
 from autoamp.core.policies import build_replacement
@@ -65,7 +64,7 @@ class PatchedTorch:
             settings: Those of the handle: its lists, and how they are applied.
             registered: The registrations, which take precedence over the lists.
         """
-        casts, program = self._optimizers.casts, self._optimizers.program
+        casts, sites = self._optimizers.casts, self._optimizers.sites
         self._settings = settings
         expansion = expand(settings.table)
         within = expand(settings.half_table or CastTable())
@@ -76,7 +75,7 @@ class PatchedTorch:
                 with self.patches.all_or_nothing():
                     # Half models cast by themselves, as programs with half models do.
                     asked = () if settings.half_table is not None else autocast_functions(casts)
-                    functions = program.patch(self.patches, (*unlisted_functions(casts), *asked))
+                    functions = sites.patch(self.patches, (*unlisted_functions(casts), *asked))
                     for original, replacement in functions.values():
                         self._compilers.add(original, replacement)
                     # Of several targets for one attribute the last: a registration goes before the lists.
@@ -97,7 +96,7 @@ class PatchedTorch:
             self.in_place = True
         self._registered = list(registered)
         self.skipped_rules = tuple(dict.fromkeys((*expansion.skipped, *within.skipped)))
-        program.tell(Subscriber.started)
+        sites.started()
         log.log(
             # A program that has not set up logging shows warnings alone.
             logging.WARNING if settings.verbose else logging.DEBUG,
@@ -114,11 +113,11 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             self._optimizers.casts.shut()
-            self._optimizers.program.tell(Subscriber.stopped)
+            self._optimizers.sites.stopped()
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
-        self._optimizers.program.restore()
+        self._optimizers.sites.restore()
         foreign = self.patches.restore()
         self._compilers.forget()
         self._built.clear()

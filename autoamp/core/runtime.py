@@ -18,6 +18,7 @@ from autoamp.core.loss_scale import LossScaler, make_scaler
 from autoamp.core.module_calls import ModuleCalls
 from autoamp.core.nonfinite import NonFiniteSteps
 from autoamp.core.optimizer_steps import OptimizerSteps
+from autoamp.core.patch_sites import Parts
 from autoamp.core.patched_torch import PatchedTorch
 from autoamp.core.precisions import ModulePrecisions
 from autoamp.core.scope import ModuleCasts
@@ -76,17 +77,16 @@ class Runtime:
         self.settings = settings
         self.precisions.use(settings.table.modules)
         self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
-        # The order in which an event is heard. Wrappers are nested so, the first outermost.
-        self.optimizers.program.subscribe(
-            ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, self.optimizers.listeners),
+        calls = ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, self.optimizers.listeners)
+        self.optimizers.sites.parts = Parts(
+            calls,
             self.models,
-            AutocastRegions(self.casts, goes_on=not settings.half_table is not None),
-            # Gives a new optimizer its masters before it is guarded.
-            OptimizerSteps(self.optimizers),
-            # Multiplies the gradients of a backward pass before listeners see them.
+            AutocastRegions(self.casts, goes_on=settings.half_table is None),
+            OptimizerSteps(self.optimizers, self.auto_scaling),
             self.auto_scaling,
             self.nonfinite,
         )
+        self.optimizers.current.refuses, self.optimizers.current.after = self.nonfinite.refuses_step, calls.step_ended
         self.looks.begin(self)
 
     @property

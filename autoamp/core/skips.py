@@ -16,7 +16,6 @@ from autoamp.core.casts import CastState
 from autoamp.core.current_step import CurrentStep
 from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler
-from autoamp.core.program import Program
 from autoamp.core.ranks import RequestedGroup
 from autoamp.core.setting_warnings import BufferWatch
 from autoamp.core.unread_flags import UnreadFlags
@@ -31,13 +30,10 @@ Guard = TypeVar("Guard")
 class StepOwner(Generic[Guard]):
     """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
 
-    program = Program()
-    """Tells what happens to its optimizers."""
-
     listeners = Listeners()
     """What looks on."""
 
-    current = CurrentStep(program, listeners)
+    current = CurrentStep(listeners)
     """The step at hand."""
 
     casts: CastState | None = None

@@ -39,7 +39,7 @@ _WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS,
 
 
 def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield the owner and the name of each, and what builds its replacement, which `Program.patch` names and marks."""
+    """Yield the owner and the name of each, and what builds the replacement that `PatchSites.patch` names and marks."""
     yield torch.backends.mha, "get_fastpath_enabled", partial(_build_fast_path_check, casts=casts)
     yield torch.nn.RNNBase, "check_input", partial(build_check_input, casts=casts)
     for kind in torch_private.SCRIPTED:

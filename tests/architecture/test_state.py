@@ -1,4 +1,4 @@
-"""State of the process: which modules have some; who patches torch, registers its global hooks, and hears first."""
+"""State of the process: which modules have some; who patches torch, registers its global hooks, and looks on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import autoamp
-from autoamp.core import Subscriber, runtime_of
+from autoamp.core import Listener
 from tests.architecture.test_floors import FILES, PACKAGE, TEXTS
 
 # What a process has once, with the reason why no object that comes and goes can own it.
@@ -33,9 +32,9 @@ _IMMUTABLE = {"MultiTensorApply", "ParamSpec", "Rule", "TypeVar", "_Unnamed"}
 
 # Who patches, and what.
 PATCHES = {
-    "patching": "by the lists: sets of patches, and what the compilers know of them",
-    "program": "what the program does",
-    "core/patched_torch.py": "by the lists: gives each replacement to `patching`",
+    "core/patched_torch.py": "by the lists",
+    "core/patch_sites.py": "beside the lists: one table of sites",
+    "core/hooks.py": "the one function of torch that is heard without a handle too",
     "apex/fastai1": "modules of fastai v1, and nothing of torch",
 }
 
@@ -84,39 +83,33 @@ def test_only_patching_writes_to_torch() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_only_program_registers_global_hooks() -> None:
+def test_only_two_files_register_global_hooks() -> None:
     registers = re.compile(r"\bregister_(optimizer_step|module)_\w+")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if registers.search(TEXTS[path])}
-    assert found == {"core/hooks.py", "core/points.py"}
+    assert found == {"core/hooks.py", "core/patch_sites.py"}
 
 
 def test_each_set_of_patches_has_its_reason() -> None:
     found = {str(path.relative_to(PACKAGE)) for path in FILES if re.search(r"\bPatchSet\(", TEXTS[path])}
-    assert {next((one for one in PATCHES if path.startswith(one)), path) for path in found} == set(PATCHES) - {
-        "patching"
-    }
+    assert {next((one for one in PATCHES if path.startswith(one)), path) for path in found} == set(PATCHES)
 
 
-def subscribers() -> dict[str, set[str]]:
-    """Return the methods of each class that names `Subscriber` as a base."""
+def listener_methods() -> dict[str, set[str]]:
+    """Return the methods of each class that names `Listener` as a base."""
     classes = [node for path in FILES for node in ast.walk(ast.parse(TEXTS[path])) if isinstance(node, ast.ClassDef)]
     return {
         node.name: {sub.name for sub in node.body if isinstance(sub, ast.FunctionDef)}
         for node in classes
-        if any(ast.unparse(base) == "Subscriber" for base in node.bases)
+        if any(ast.unparse(base) == "Listener" for base in node.bases)
     }
 
 
-def test_the_order_of_subscribers_is_one_table() -> None:
-    tables = [str(path.relative_to(PACKAGE)) for path in FILES if ".subscribe(" in TEXTS[path]]
-    assert tables == ["core/runtime.py"]
-    program = runtime_of(autoamp.init(device_type="cpu")).optimizers.program
-    assert {type(one).__name__ for one in program.subscribers} == set(subscribers())
-
-
-def test_each_event_is_heard() -> None:
-    events = {name for name in vars(Subscriber) if not name.startswith("_")}
-    assert events - set().union(*subscribers().values()) == set()
+def test_each_event_of_listeners_is_heard_by_a_tool_and_no_part_of_the_core_is_one() -> None:
+    events = {name for name in vars(Listener) if not name.startswith("_")}
+    assert len(events) <= 12
+    assert events - set().union(*listener_methods().values()) == set()
+    core = [path for path in FILES if path.is_relative_to(PACKAGE / "core")]
+    assert [path.name for path in core if "(Listener)" in TEXTS[path]] == []
 
 
 # -- the checks themselves --

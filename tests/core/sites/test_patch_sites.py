@@ -1,8 +1,9 @@
-"""Torch is patched for the events that somebody hears, once each, and subscribers are told in their order."""
+"""Torch is patched where a part listens, once at each site, and parts are told in the order of the table."""
 
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,17 +12,31 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from autoamp.core import PatchSet, Program, Subscriber, listen
+from autoamp.core import Parts, PatchSet, PatchSites, listen
 
 HEARD: list[Any] = []
 
 
-class Named(Subscriber):
-    def __init__(self, name: str) -> None:
+class Silent:
+    """A part that does not listen, and changes nothing where it is told."""
+
+    is_listening = False
+
+    def __init__(self, name: str = "") -> None:
         self.name = name
 
+    def started(self) -> None:
+        """Do nothing."""
 
-class Backward(Named):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return types.MethodType(lambda self, original, *args, **kwargs: original, self)
+
+
+class Backward(Silent):
+    is_listening = True
+
     def around_backward(self, backward: Any) -> Any:
         def replacement(*args: Any, **kwargs: Any) -> None:
             HEARD.append(f"{self.name} begins")
@@ -30,13 +45,16 @@ class Backward(Named):
 
         return replacement
 
-
-class Regions(Named):
     def autocast_entered(self, region: torch.autocast) -> None:
         HEARD.append(self.name)
 
+    def started(self) -> None:
+        HEARD.append(f"{self.name} started")
 
-class Steps(Named):
+
+class Steps(Silent):
+    is_listening = True
+
     def around_step(self, step: Any) -> Any:
         def replacement(optimizer: Any) -> None:
             HEARD.append(self.name)
@@ -44,13 +62,11 @@ class Steps(Named):
 
         return replacement
 
-    def step_ended(self, step: Any) -> None:
-        HEARD.append(step)
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Hear of it."""
 
 
-class Retained(Named):
-    is_listening = False
-
+class Retained(Silent):
     def grad_retained(self, tensor: Tensor) -> None:
         HEARD.append(self.name)
 
@@ -63,47 +79,59 @@ def patches() -> Iterator[PatchSet]:
     patches.restore()
 
 
-def patched(patches: PatchSet, *subscribers: Subscriber) -> Program:
-    program = Program()
-    program.subscribe(*subscribers)
-    program.patch(patches, ())
-    return program
+def patched(patches: PatchSet, **parts: Any) -> PatchSites:
+    sites = PatchSites()
+    sites.parts = parts_of(**parts)
+    sites.patch(patches, ())
+    return sites
+
+
+def parts_of(**parts: Any) -> Parts:
+    names = ("calls", "models", "regions", "steps", "auto_scaling", "nonfinite")
+    return Parts(**{name: parts.get(name, Silent()) for name in names})
 
 
 def names(patches: PatchSet) -> list[str]:
     return [patch.name for patch in patches]
 
 
-def test_what_nobody_hears_is_not_patched(patches: PatchSet) -> None:
-    patched(patches)
+def test_where_no_part_listens_torch_is_not_patched(patches: PatchSet) -> None:
+    PatchSites().patch(patches, ())
     assert names(patches) == []
+    patched(patches)
+    assert {name.rpartition(".")[2] for name in names(patches)} <= {"step", "__init__", "__setstate__"}
 
 
-def test_subscribers_share_one_patch_the_first_is_outermost_and_told_first(patches: PatchSet) -> None:
+def test_parts_share_one_patch_the_first_is_outermost_and_told_first(patches: PatchSet) -> None:
     original = torch.autograd.backward
-    patched(patches, Backward("first"), Backward("second"), Regions("third"), Regions("fourth"))
-    assert sorted(names(patches)) == ["autocast.__enter__", "torch.autograd.backward"]
+    patched(patches, auto_scaling=Backward("first"), nonfinite=Backward("second"))
+    assert names(patches).count("torch.autograd.backward") == 1
     torch.ones(1, requires_grad=True).sum().backward()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert HEARD == ["first begins", "second begins", "second ends", "first ends", "third", "fourth"]
+        assert HEARD == ["first begins", "second begins", "second ends", "first ends", "first"]
     patches.restore()
     assert torch.autograd.backward is original
 
 
-def test_a_subscriber_may_begin_to_listen(patches: PatchSet) -> None:
+def test_parts_are_told_when_torch_was_patched(patches: PatchSet) -> None:
+    patched(patches, auto_scaling=Backward("one"), nonfinite=Backward("two")).started()
+    assert HEARD == ["one started", "two started"]
+
+
+def test_a_part_may_begin_to_listen(patches: PatchSet) -> None:
     original, late = Tensor.retain_grad, Retained("late")
-    program = patched(patches, late)
+    sites = patched(patches, auto_scaling=late)
     assert Tensor.retain_grad is original
     late.is_listening = True  # type: ignore[misc]
-    program.update()
+    sites.update()
     torch.ones(1, requires_grad=True).retain_grad()
     assert HEARD == ["late"]
     late.is_listening = False  # type: ignore[misc]
-    program.update()
+    sites.update()
     assert Tensor.retain_grad is original
     late.is_listening = True  # type: ignore[misc]
-    program.update()
-    program.restore()
+    sites.update()
+    sites.restore()
     assert Tensor.retain_grad is original
 
 
@@ -114,23 +142,16 @@ def test_steps_of_all_classes_are_heard_also_those_bound_before(patches: PatchSe
 
     param = torch.nn.Parameter(torch.ones(1))
     bound = SGD([param], lr=1.0).step
-    program = patched(patches, Steps("heard"))
+    sites = patched(patches, steps=Steps("heard"))
     bound()
     assert HEARD == ["heard"]
     Later([param], lr=1.0).step()
     # Torch's wrapper, which runs hooks, and the step within it.
     assert HEARD == ["heard", "heard", "heard", "Later"]
-    program.restore()
+    sites.restore()
     patches.restore()
     bound()
     assert len(HEARD) == 4
-
-
-def test_answers_come_in_the_order_of_subscribers() -> None:
-    program = Program()
-    assert program.tell(Subscriber.step_ended, 1) == []
-    program.subscribe(Steps("one"), Regions("no steps"), Steps("two"))
-    assert program.tell(Subscriber.step_ended, 1) == [None, None]
 
 
 def test_global_hooks_end_with_the_stack() -> None:
@@ -171,9 +192,10 @@ class Slow(Retained):
 
 def test_nothing_stays_patched_where_another_thread_restores_torch_meanwhile(patches: PatchSet) -> None:
     original, slow = Tensor.retain_grad, Slow()
-    program = patched(PatchSet())
-    program.subscribe(slow)
-    slow.thread, slow.begins = threading.Thread(target=program.restore), True
-    program.update()
+    sites = PatchSites()
+    sites.patch(PatchSet(), ())
+    sites.parts = parts_of(auto_scaling=slow)
+    slow.thread, slow.begins = threading.Thread(target=sites.restore), True
+    sites.update()
     slow.thread.join()
     assert Tensor.retain_grad is original
