@@ -15,7 +15,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # The public packages beside the names of `exports`.
 _PACKAGES = ("compat", "diagnostics", "errors", "fp16_utils", "normalization", "optimizers", "parallel")
