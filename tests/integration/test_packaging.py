@@ -33,10 +33,10 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 # What a module computes with is seen by a function that autoamp does not cast.
 PROGRAM = """\
 import torch
-class Seen(torch.nn.Module):
+class Seen(torch.nn.Linear):
     def forward(self, x):
         return torch.mm(x, x).dtype
-print(Seen()(torch.ones(2, 2)))
+print(Seen(2, 2)(torch.ones(2, 2)))
 """
 # -S leaves out the environment's own install of autoamp, which may be an editable one of this tree.
 READ_LISTS = """
