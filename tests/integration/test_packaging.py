@@ -219,7 +219,7 @@ def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp
     assert quiet.stdout == "set()\n"
     for variables, message in (
         ({"AUTOAMP_OPT_LEVEL": "O7"}, "AUTOAMP_OPT_LEVEL='O7' is unknown"),
-        ({"AUTOAMP_DTYPE": "half"}, "AUTOAMP_DTYPE='half' is unknown"),
+        ({"AUTOAMP_DTYPE": "half"}, "AUTOAMP_DTYPE='half' is not a half-precision dtype"),
         ({"AUTOAMP": "true"}, "expected AUTOAMP=1"),
     ):
         wrong = started(python, tmp_path, "program.py", **{**on, **variables})
