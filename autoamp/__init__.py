@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoamp import moved
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # The public packages beside the names of `exports`.
 _PACKAGES = ("compat", "diagnostics", "errors", "fp16_utils", "normalization", "optimizers", "parallel")

@@ -33,10 +33,10 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 # What a module computes with is seen by a function that autoamp does not cast.
 PROGRAM = """\
 import torch
-class Seen(torch.nn.Module):
+class Seen(torch.nn.Linear):
     def forward(self, x):
         return torch.mm(x, x).dtype
-print(Seen()(torch.ones(2, 2)))
+print(Seen(2, 2)(torch.ones(2, 2)))
 """
 # -S leaves out the environment's own install of autoamp, which may be an editable one of this tree.
 READ_LISTS = """
@@ -221,7 +221,7 @@ def test_the_environment_turns_on_what_a_program_starts_itself(python: Path, tmp
     assert quiet.stdout == "set()\n"
     for variables, message in (
         ({"AUTOAMP_OPT_LEVEL": "O7"}, "AUTOAMP_OPT_LEVEL='O7' is unknown"),
-        ({"AUTOAMP_DTYPE": "half"}, "AUTOAMP_DTYPE='half' is unknown"),
+        ({"AUTOAMP_DTYPE": "half"}, "AUTOAMP_DTYPE='half' is not a half-precision dtype"),
         ({"AUTOAMP": "true"}, "expected AUTOAMP=1"),
     ):
         wrong = started(python, tmp_path, "program.py", **{**on, **variables})
