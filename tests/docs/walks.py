@@ -175,8 +175,7 @@ def renewed() -> str:
     """Return the page with the lists as they are now, made in a process of its own and in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", "from tests.docs import walks; print(walks.lists(), end='')"]
-        environ = {**environment(), "PYTHONPATH": str(ROOT)}
-        made = subprocess.run(command, cwd=folder, env=environ, text=True, check=True, stdout=subprocess.PIPE)
+        made = subprocess.run(command, cwd=folder, env=environment(), text=True, check=True, stdout=subprocess.PIPE)
     head, _, rest = text_of(PAGE).partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not end:
