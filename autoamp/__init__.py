@@ -20,7 +20,7 @@ from autoamp import moved
 __version__ = "0.3.0"
 
 # The public packages beside the names of `exports`.
-_PACKAGES = ("compat", "diagnostics", "errors", "fp16_utils", "normalization", "optimizers", "parallel")
+_PACKAGES = ("compat", "diagnostics", "errors", "fp16_utils", "normalization", "optimizers", "parallel", "tools")
 # What people look for who know torch.amp or apex.
 _ELSEWHERE = {
     "GradScaler": "use handle.scale_loss(loss, optimizer), or torch.amp.GradScaler, which works under autoamp too",
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from autoamp import normalization as normalization
     from autoamp import optimizers as optimizers
     from autoamp import parallel as parallel
+    from autoamp import tools as tools
     from autoamp.exports import *
 else:
 
