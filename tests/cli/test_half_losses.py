@@ -1,4 +1,4 @@
-"""`autoamp run --report` and `--fail-on` tell what half precision loses without an inf, and `run` without them does not.
+"""`autoamp run` with `--report` or `--fail-on` tells what half precision loses without an inf, and without them not.
 
 They do so also where casts are left to the program.
 """
