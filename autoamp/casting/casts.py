@@ -172,7 +172,7 @@ class CastState:
         calls: The number of calls of listed functions with casts on, by what the policy does: "half", "fp32" or
             "promote". Each is the one element of a list, since an addition to it costs no call. Threads that add at the
             same time may lose one.
-        made: The number of casts by dtype, in the same way.
+        made: The number of casts of their arguments by dtype, in the same way.
         explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
@@ -199,6 +199,9 @@ class CastState:
         self.made: dict[torch.dtype, list[int]] = {dtype: [0], torch.float32: [0]}
         self.args_to_half = build_caster(dtype, narrow, device_type, self.cache, self.made[dtype])
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, self.made[torch.float32])
+        # For what is no argument of a listed function, such as the outputs of a model: not counted.
+        self._value_to_half = build_caster(dtype, narrow, device_type, self.cache, [0])
+        self._value_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, [0])
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
@@ -294,11 +297,11 @@ class CastState:
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype."""
-        return self.args_to_half((value,), False)[0]
+        return self._value_to_half((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
         """Cast one value, however nested, to fp32."""
-        return self.args_to_fp32((value,), False)[0]
+        return self._value_to_fp32((value,), False)[0]
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
         """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""
