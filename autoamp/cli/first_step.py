@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
-from autoamp.core import CastState, ModuleCasts, current_runtime, listen
+from autoamp.core import CastState, Listener, Listeners, ModuleCasts, current_runtime, listen
 from autoamp.errors import line_of_user
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import compiled_graphs
 
 
-class FirstStep:
-    """Looks once at an optimizer that is about to step, and at what was called before."""
+class FirstStep(Listener):
+    """Looks once at an optimizer that is about to step, and at what was called before; later steps do not call it."""
 
     def __init__(self) -> None:
         self._line: str | None = None
         # The dtypes and device types of the optimizer's parameters.
         self._kinds: set[tuple[torch.dtype, str]] = set()
         self._has_models = False
-        self._listening = listen(optimizer_called=self._look)
+        self._listening = contextlib.ExitStack()
+
+    def begin(self, listeners: Listeners) -> None:
+        """Look at the first step under a handle, unless one was seen, or is looked for already.
+
+        Args:
+            listeners: Those of the handle.
+        """
+        if self._line is None:
+            self.stop()
+            self._listening.push(listen(optimizer_called=self._look))
+            listeners.add(self)
+            self._listening.callback(listeners.remove, self)
 
     def _look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._line is not None or torch.compiler.is_compiling():
@@ -30,6 +43,11 @@ class FirstStep:
         self._kinds = {(param.dtype, param.device.type) for param in params}
         now = current_runtime()
         self._has_models = now is not None and isinstance(now.casts, ModuleCasts) and now.casts.has_cast_models
+
+    def step_ended(self, step: Any) -> None:
+        """Look no more after the first step. torch forbids a hook of a step to remove itself."""
+        if self._line is not None:
+            self.stop()
 
     def stop(self) -> None:
         """Look no more."""

@@ -27,6 +27,7 @@ from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.core import (
     AUTOCAST,
+    CastState,
     ModuleCasts,
     OnNonfinite,
     Runtime,
@@ -86,9 +87,9 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
     """Set this process, or a child of it, up for the program, before the program's first import.
 
     Args:
-        options: The options of the command line. Calls and casts are counted, which costs some microseconds a call,
-            unless they say that nobody reads that.
-        record: Whether the run is recorded for a report, and counted for it.
+        options: The options of the command line.
+        record: Whether the run is recorded for a report. Calls and casts are counted exactly for it, which costs some
+            microseconds a call.
         sample: Whether some steps are looked at closely for it.
 
     Raises:
@@ -115,6 +116,8 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
         )
     if options.capsule is not None and options.opt_level != "O1":
         raise UsageError(f"capsule=: expected opt_level=O1, got {options.opt_level}; capsules are of O1 alone")
+    # In a process that has not imported the public names of `autoamp`, which does this too.
+    tools.compose()
     handle: BaseHandle = tools.NoOpHandle()
     device_type, default = _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
@@ -173,7 +176,11 @@ class Run:
         self._memory = memory
         self._folder = os.getcwd()
         self._began = time.perf_counter()
+        self._record = record
+        # The exact counts, where the run is recorded.
         self._counts: list[Counts] = []
+        # What has cast, with numbers of its own.
+        self._casts: list[CastState] = []
         # Listeners that end with the report.
         self._listening = contextlib.ExitStack()
         # Steps, skips and steps with inf or nan that are not this process's: those of the parent before it forked.
@@ -184,10 +191,11 @@ class Run:
         self._first_step: FirstStep | None = None
         self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
-        if record or not options.quiet:
+        if record:
             # Not the handle's own: half models are also trained where there is none.
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
+        if record or not options.quiet:
             self._first_step = FirstStep()
             self._listening.callback(self._first_step.stop)
             self.follow(self._count)
@@ -217,19 +225,23 @@ class Run:
 
     def _count(self, handle: BaseHandle) -> None:
         """Count the calls and casts under a handle, and the parameters of models by their dtype."""
+        now = runtime_of(handle)
         diagnostics_of(handle).half_losses = self._half_losses
-        counts = handle.count()
         # A handle that was suspended, in favour of a region's, goes on with its own.
-        if counts not in self._counts:
+        if self._record and (counts := handle.count()) not in self._counts:
             self._counts.append(counts)
+        if now.casts not in self._casts:
+            self._casts.append(now.casts)
+        if self._first_step is not None:
+            self._first_step.begin(now.optimizers.listeners)
         # The models that the program gave to `initialize`, while they are there.
-        models = list(runtime_of(handle).setups)
+        models = list(now.setups)
         if models:
             found: Counter[str] = Counter()
             for param in {param for model in models for param in model.parameters()}:
                 found[dtype_name(param.dtype)] += param.numel()
             self._parameters = dict(sorted(found.items()))
-            self._masters = any(one.level.master_weights for one in runtime_of(handle).setups.values())
+            self._masters = any(one.level.master_weights for one in now.setups.values())
 
     def _check_options(self, handle: BaseHandle) -> None:
         """Warn of options that have no effect on a handle that the program made itself."""
@@ -271,6 +283,8 @@ class Run:
         """Reset what is counted in a fork, since its parent has it."""
         for counts in self._counts:
             counts.reset()
+        for casts in self._casts:
+            casts.reset_counts()
         self._half_losses.reset()
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
@@ -286,10 +300,7 @@ class Run:
         """Return the report of this process up to now. Its attributes are the values of ``--report``."""
         now, casts_some = runtime_of(self._now), isinstance(self._now, Handle)
         self._listening.close()
-        counts = sum_of(self._counts)
-        casts: Counter[str] = Counter()
-        for (_, after), count in sorted(counts.casts.items()):
-            casts[after] += count
+        functions, ops, casts = self._exact_counts() if self._record else self._integers()
         scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
         own = {} if scoped is None else {dtype_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
         # A list of a package that was not imported has no effect.
@@ -303,15 +314,16 @@ class Run:
             device_type=now.settings.device_type if casts_some else None,
             # None where nothing was set up.
             dtype=self._dtype(now, own) if casts_some else None,
-            # Calls of listed functions and casts, by the dtype that they ran in or cast to.
-            ops=counts.by_dtype(),
-            casts=dict(casts),
-            functions=counts.ops,
+            # Calls of listed functions and casts, by the dtype that they ran in or cast to. Where nothing is recorded,
+            # by the dtype that the policy says, or "promoting".
+            ops=ops,
+            casts=casts,
+            functions=functions,
             **self._steps(now),
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
             # Why none was counted of a program that steps; None where some were, or it is not known.
-            no_ops=None if counts.ops or self._first_step is None else self._first_step.why_no_op(now.casts),
+            no_ops=None if ops or self._first_step is None else self._first_step.why_no_op(now.casts),
             # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
             # The entries of the user's lists that had no effect, by name, each with a message.
@@ -339,6 +351,22 @@ class Run:
             ranks=ranks,
             versions=versions(),
         )
+
+    def _exact_counts(self) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
+        """Return the calls by function and dtype, by dtype, and the casts by dtype: from the observers' counts."""
+        counts, casts = sum_of(self._counts), Counter[str]()
+        for (_, after), count in sorted(counts.casts.items()):
+            casts[after] += count
+        return counts.ops, counts.by_dtype(), dict(casts)
+
+    def _integers(self) -> tuple[dict[str, dict[str, int]], dict[str, int], dict[str, int]]:
+        """Return the same from what the casts count themselves: no functions, and ops by what their policy says."""
+        ops, casts = Counter[str](), Counter[str]()
+        for one in self._casts:
+            names = {"half": dtype_name(one.dtype), "fp32": "float32", "promote": "promoting"}
+            ops.update({names[policy]: calls for policy, (calls,) in one.calls.items() if calls})
+            casts.update({dtype_name(dtype): made for dtype, (made,) in one.made.items() if made})
+        return {}, dict(ops), dict(casts)
 
     def _dtype(self, now: Runtime, own: Mapping[str, int]) -> str:
         """Return the dtype that the program ran in: its own, where it has its own mixed precision."""

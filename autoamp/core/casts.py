@@ -33,7 +33,11 @@ With ``shares=False``, as second argument, an activation is cast anew and its ca
 
 
 def build_caster(
-    target: torch.dtype, convert: Callable[[Tensor], Tensor], device_type: str, cache: CastCache | None
+    target: torch.dtype,
+    convert: Callable[[Tensor], Tensor],
+    device_type: str,
+    cache: CastCache | None,
+    count: list[int],
 ) -> CastArgs:
     """Build the function that casts arguments to one dtype. Most patched calls go through it, so it calls little.
 
@@ -42,6 +46,7 @@ def build_caster(
         convert: Casts one tensor to it.
         device_type: The type of the devices whose tensors are cast.
         cache: Keeps casts of parameters, and of the last activation; None to keep none.
+        count: The number of casts, its one element, but of those in compiled code and in calls with sparse tensors.
     """
     castable, strided, plain = CASTABLE_DTYPES, torch.strided, PLAIN_TYPES
     # Reading these attributes takes a third of the time of ``tensor.device.type``.
@@ -85,6 +90,7 @@ def build_caster(
                         # Most are used once in a module call. From the second use on the cast is kept.
                         param_casts[id(arg)] = None
                     cast = convert(arg)
+                count[0] += 1
             elif kind in plain:
                 continue
             elif (kind is list or kind is tuple) and all(type(item) in _TENSORS for item in arg):
@@ -163,6 +169,10 @@ class CastState:
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
         disabled_at: The line of the program that first entered a disabled autocast region in which casts are off.
+        calls: The number of calls of listed functions with casts on, by what the policy does: "half", "fp32" or
+            "promote". Each is the one element of a list, since an addition to it costs no call. Threads that add at the
+            same time may lose one.
+        made: The number of casts of their arguments by dtype, in the same way.
         explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
@@ -185,8 +195,13 @@ class CastState:
         narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         self.disabled_at: str | None = None
         self.explain: Callable[[Exception], None] = lambda error: None
-        self.args_to_half = build_caster(dtype, narrow, device_type, self.cache)
-        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None)
+        self.calls: dict[str, list[int]] = {"half": [0], "fp32": [0], "promote": [0]}
+        self.made: dict[torch.dtype, list[int]] = {dtype: [0], torch.float32: [0]}
+        self.args_to_half = build_caster(dtype, narrow, device_type, self.cache, self.made[dtype])
+        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, self.made[torch.float32])
+        # For what is no argument of a listed function, such as the outputs of a model: not counted.
+        self._value_to_half = build_caster(dtype, narrow, device_type, self.cache, [0])
+        self._value_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, [0])
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
@@ -204,6 +219,11 @@ class CastState:
         self.is_open = False
         self.local.set_default(False, forced_off=True)
         self.cache.clear()
+
+    def reset_counts(self) -> None:
+        """Set `calls` and `made` to 0, in a fork whose parent has them."""
+        for count in (*self.calls.values(), *self.made.values()):
+            count[0] = 0
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments is to be cast by the handle's own rules, in this thread and now."""
@@ -277,11 +297,11 @@ class CastState:
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype."""
-        return self.args_to_half((value,), False)[0]
+        return self._value_to_half((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
         """Cast one value, however nested, to fp32."""
-        return self.args_to_fp32((value,), False)[0]
+        return self._value_to_fp32((value,), False)[0]
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
         """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""

@@ -31,7 +31,7 @@ from autoamp.core.threads import ThreadState, TracedMode
 from autoamp.core.writes import build_inplace, build_mutating, into_out, mutation_of
 from autoamp.errors import BannedFunctionError, warn_user
 from autoamp.tensors import HALF_DTYPES, iter_tensors
-from autoamp.torch_private import start_no_graph, trace_instead, traced_in_place_of
+from autoamp.torch_private import is_any_autocast_enabled, start_no_graph, trace_instead, traced_in_place_of
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Torch's own, whatever stands in its place while replacements are built.
@@ -59,6 +59,14 @@ _ORDERS = frozenset({None, "fro", 0, 1, 2, math.inf, -math.inf})
 _MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
 _ORDER_TYPES = frozenset({int, float, str, type(None)})
 _OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
+
+# How calls under a policy are counted, in `CastState.calls`.
+_COUNTED_AS = {
+    CastPolicy.FP16: "half",
+    CastPolicy.FP32: "fp32",
+    CastPolicy.BANNED: "fp32",
+    CastPolicy.PROMOTE: "promote",
+}
 
 SpecialCase = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call in an op's own way, with ``args`` and ``kwargs``; NotImplemented where it is made as any op's."""
@@ -116,8 +124,12 @@ def build_replacement(
         if policy in FALLBACKS:
             return _build_fallback(original, elsewhere or call, policy, casts, functional, local, active)
         special_case = _special_case(original, call, policy, cast_args, casts, functional, mutation)
+        # Traced code is free of side effects.
+        count = None if isinstance(local, TracedMode) else casts.calls[_COUNTED_AS[policy]]
         to_half = policy is CastPolicy.FP16
-        return _cast_and_call(call, cast_args, casts, special_case, to_half, off_within, local, active, elsewhere)
+        return _cast_and_call(
+            call, cast_args, casts, special_case, to_half, off_within, local, active, elsewhere, count
+        )
 
     # Dynamo traces another one, which sets nothing when it runs.
     call = traceable_method(original)
@@ -159,6 +171,7 @@ def _cast_and_call(
     local: ThreadState | TracedMode,
     active: Any,
     elsewhere: Any,
+    count: list[int] | None,
 ) -> Callable[..., Any]:
     """Return what stands in for an original, whatever the policy: it casts every argument and calls.
 
@@ -172,8 +185,9 @@ def _cast_and_call(
         local: Has the switches that are asked: `CastState.local`, or what traced code reads in its place.
         active: What the first switch is where the policy acts.
         elsewhere: What is called where it does not; None for what the handle's casts say.
+        count: The number of calls, its one element; None to count none.
     """
-    compiling = torch.compiler.is_dynamo_compiling
+    compiling, any_autocast = torch.compiler.is_dynamo_compiling, is_any_autocast_enabled
     # On a CPU the way of these is packed weights, and there are none while no weights are pinned.
     special_case_applies: Any = (special_case,) if special_case else ()
     if special_case and casts.device_type == "cpu" and original in PACKED:
@@ -183,6 +197,9 @@ def _cast_and_call(
         mode = local.mode
         if mode.on is not active:
             return when_off(*args, **kwargs)
+        # In an autocast region of this device type torch casts.
+        if count is not None and not (any_autocast() and casts.autocast_rules()):
+            count[0] += 1
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
             own_mode = vars(mode)

@@ -1,4 +1,7 @@
-"""`autoamp run` tells what half precision loses without an inf, also where casts are left to the program."""
+"""`autoamp run` with `--report` or `--fail-on` tells what half precision loses without an inf, and without them not.
+
+They do so also where casts are left to the program.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,16 @@ print(sum(param.double().sum().item() for param in model.parameters()))
 RUN = ["run", "--device-type", "cpu"]
 # A rate of 1e-6 makes updates that round away beside weights of 1, in both half dtypes.
 RUNS = {
-    **{half: [*RUN, "program.py", half, "1e-6"] for half in ("bfloat16", "float16")},
+    **{half: [*RUN, "--report", f"{half}.json", "program.py", half, "1e-6"] for half in ("bfloat16", "float16")},
+    "unasked": [*RUN, "program.py", "bfloat16", "1e-6"],
+    "judged": [*RUN, "--fail-on", "skip", "program.py", "bfloat16", "1e-6"],
     "plain": ["python", "program.py", "bfloat16", "1e-6"],
-    "O0": [*RUN, "--opt-level", "O0", "program.py", "bfloat16", "1e-6", "loads"],
-    "moves": [*RUN, "program.py", "bfloat16", "0.02"],
-    "fp32": [*RUN, "program.py", "float32", "1e-6", "loads"],
+    "O0": [*RUN, "--report", "O0.json", "--opt-level", "O0", "program.py", "bfloat16", "1e-6", "loads"],
+    "moves": [*RUN, "--report", "moves.json", "program.py", "bfloat16", "0.02"],
+    "fp32": [*RUN, "--report", "fp32.json", "program.py", "float32", "1e-6", "loads"],
     "json": [*RUN, "--quiet", "--report", "run.json", "program.py", "bfloat16", "1e-6"],
     "page": [*RUN, "--quiet", "--report", "run.html", "program.py", "bfloat16", "1e-6"],
-    "child": [*RUN, "program.py", "float16", "1e-6", "child"],
+    "child": [*RUN, "--report", "child.json", "program.py", "float16", "1e-6", "child"],
     "quiet": [*RUN, "--quiet", "program.py", "bfloat16", "1e-6"],
 }
 LOST = "autoamp: updates lost in 2 of 6 parameters"
@@ -70,7 +75,8 @@ def ended(folder: Path) -> dict[str, Ended]:
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 def test_a_half_program_is_told_by_the_last_line_and_a_warning(half: str, ended: dict[str, Ended]) -> None:
-    *_, first, last = ended[half].err.splitlines()
+    *_, first, last, written_to = ended[half].err.splitlines()
+    assert written_to == f"autoamp: report written to {half}.json"
     assert f"casts left to the program, which has Sequential in {half}" in first
     assert last.startswith(f"{LOST} (see docs/")
     (told,) = [line for line in ended[half].err.splitlines() if "UserWarning: " in line]
@@ -86,11 +92,16 @@ def test_the_program_computes_the_same(ended: dict[str, Ended]) -> None:
 def test_it_needs_no_handle(ended: dict[str, Ended]) -> None:
     assert ended["O0"].code == 0, ended["O0"].err
     assert "rounded momentum_buffer of Sequential.1.weight from float32 to bfloat16" in ended["O0"].err
-    assert ended["O0"].err.splitlines()[-1].startswith(f"{LOST}; optimizer state rounded (see docs/")
+    assert ended["O0"].err.splitlines()[-2].startswith(f"{LOST}; optimizer state rounded (see docs/")
 
 
-@pytest.mark.parametrize("name", ["moves", "fp32", "quiet"])
-def test_clean_and_quiet_programs_have_no_line(name: str, ended: dict[str, Ended]) -> None:
+def test_fail_on_tells_it_too(ended: dict[str, Ended]) -> None:
+    assert LOST in ended["judged"].err
+    assert "UserWarning: step 4 of SGD changed no bit" in ended["judged"].err
+
+
+@pytest.mark.parametrize("name", ["moves", "fp32", "quiet", "unasked"])
+def test_clean_and_quiet_programs_have_no_line_and_none_has_one_unasked(name: str, ended: dict[str, Ended]) -> None:
     assert ended[name].code == 0, ended[name].err
     assert "UserWarning" not in ended[name].err
     assert " lost" not in ended[name].err
@@ -109,6 +120,6 @@ def test_the_report_has_a_row(ended: dict[str, Ended], folder: Path) -> None:
 
 
 def test_a_child_tells_what_it_lost_itself(ended: dict[str, Ended]) -> None:
-    lost, of_parent = ended["child"].err.splitlines()[-2:]
+    lost, of_parent = ended["child"].err.splitlines()[-3:-1]
     assert re.fullmatch(r"autoamp: process \d+: updates lost in 2 of 6 parameters \(see docs/.*", lost)
     assert "process" not in of_parent
