@@ -1,4 +1,4 @@
-"""The core without the other floors: a copy of the package without `apex`, `tools` and `cli` passes the core's tests."""
+"""The core without the other floors: a copy of the package without apex, tools and cli passes the core's tests."""
 
 from __future__ import annotations
 
