@@ -115,6 +115,8 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
         )
     if options.capsule is not None and options.opt_level != "O1":
         raise UsageError(f"capsule=: expected opt_level=O1, got {options.opt_level}; capsules are of O1 alone")
+    # In a process that has not imported the public names of `autoamp`, which does this too.
+    tools.compose()
     handle: BaseHandle = tools.NoOpHandle()
     device_type, default = _defaults(options.device_type)
     if options.opt_level == "O1" and dtype is None and default is torch.float32:
