@@ -40,6 +40,14 @@ def test_an_empty_script_under_autoamp_run_imports_little(tmp_path: Path) -> Non
     assert done.stdout == "autoamp tomllib wrapt\n"
 
 
+def test_a_script_that_does_not_import_autoamp_has_a_report(tmp_path: Path) -> None:
+    """The command composes the handle itself: nobody has asked for a name of `exports`."""
+    (tmp_path / "train.py").write_text("import torch\ntorch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()\n")
+    command = [sys.executable, "-m", "autoamp", "run", "--report", "report.json", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, (tmp_path / "report.json").exists()) == (0, True), done.stderr
+
+
 def test_names_are_imported_when_they_are_asked_for() -> None:
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)

@@ -188,3 +188,15 @@ def test_each_how_to_page_has_its_tests_and_each_file_of_these_its_page() -> Non
     assert {page for page in pages if f"| `{page}`" not in table} == set()
     files = {path.name for path in (ROOT / "tests" / "behaviour").glob("test_*.py")}
     assert files == set(re.findall(r"\| `(test_\w+\.py)`", table))
+
+
+def test_the_picture_of_the_floors_has_every_file_of_the_core() -> None:
+    (picture,) = re.findall(r"^\| core/ .*?^\+-", text_of("CONTRIBUTING.md"), re.MULTILINE | re.DOTALL)
+    named = {name for line in re.findall(r"^\|   .{13}(.*)\|$", picture, re.MULTILINE) for name in line.split()}
+    files = {path.stem for path in (ROOT / "autoamp" / "core").glob("*.py")} - {"__init__"}
+    assert files - named == set()
+    # A line of names stands above each line of prose.
+    gone = [
+        line for line in re.findall(r"^\|   \w[\w ]{12}(.*)\|$", picture, re.MULTILINE) if set(line.split()) - files
+    ]
+    assert gone == []

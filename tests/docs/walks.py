@@ -125,7 +125,8 @@ WALKS: dict[str, tuple[Callable[[], Walk], tuple[str, ...]]] = {
     "A loss to a skipped step": (_skipped_step, ()),
     "A tensor through `F.linear`": (_linear, ()),
     "`init` to `deactivate`": (_handle, ()),
-    "O2: `initialize`, a step, and the three state dicts out and in": (
+    # `initialize`, a step, and the three state dicts out and in.
+    "An O2 parameter to its checkpoint and back": (
         _checkpoint,
         ("A loss to a skipped step", "`init` to `deactivate`"),
     ),

@@ -1,6 +1,6 @@
-"""Puts small faults into a package, one by one, and counts those that its tests find.
+"""Puts small faults into a part of the core, one by one, and counts those that its tests find.
 
-python -m tests.mutation rules patching          60 mutants of each package, drawn by a fixed seed
+python -m tests.mutation rules patching          60 mutants of each part, drawn by a fixed seed
 python -m tests.mutation scaling --sample 200    more of one; --sample 0 is all of them
 python -m tests.mutation rules --seed 2          others
 
@@ -41,7 +41,7 @@ STEPS = [
     f"tests/behaviour/test_{page}.py"
     for page in ("accumulation", "checkpoints", "clipping", "diagnostics", "ema", "gan", "opt_levels", "schedulers")
 ]
-# The tests that concern each package.
+# The tests that concern each part of the core.
 TESTS = {
     "rules": ["tests/core/rules", "tests/behaviour/test_lists.py", "tests/behaviour/test_tuned_list.py"],
     "patching": ["tests/core/patching", "tests/core/runtime/test_patched_torch.py"],
@@ -92,10 +92,20 @@ TESTS = {
         "tests/property/test_steps.py",
     ],
 }
-# Modules apart from their package: they are about several ranks, and tests with these take long.
-APART = {"ranks": ["autoamp/core/rank_consistency.py", "autoamp/core/ranks.py"]}
-# What runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
-ON_CUDA_ALONE = ["autoamp/core/flat_weights.py"]
+# The files of each part. `flat_weights` runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
+FILES = {
+    "rules": "list_files loader rules",
+    "patching": "compilers names patches",
+    "casting": "cache casts threads",
+    "ops": "attention autocast_regions autocast_state composites fallbacks policies recurrent sigmoids targets "
+    "unlisted writes",
+    "scaling": "gradients loss_scale unread_flags",
+    "stepping": "attach block current_step guard guarded_optimizers links loss_scalers masters nonfinite "
+    "optimizer_steps overflow_checks scaled_backward setting_warnings skips",
+    # Tests with several ranks take long.
+    "ranks": "rank_consistency ranks",
+    "auto_scaling": "auto_scale backward_pass gradient_hooks",
+}
 # What these do to numbers and strings that are compared depends on which objects Python shares. And what is compared by
 # identity (None, classes, functions, dtypes, layouts) is equal to itself alone.
 POINTLESS = (
@@ -180,10 +190,9 @@ def results(package: str, size: int, seed: int) -> Iterator[tuple[str, int, str,
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copied_tree(folder)
-        excluded = [*ON_CUDA_ALONE, *(path for name, paths in APART.items() if name != package for path in paths)]
-        modules = APART.get(package, [f"autoamp/{package}"])
+        modules = [f"autoamp/core/{file}.py" for file in FILES[package].split()]
         (folder / "mutation.toml").write_text(
-            f"[cosmic-ray]\nmodule-path = {modules}\ntimeout = 300.0\nexcluded-modules = {excluded}\n"
+            f"[cosmic-ray]\nmodule-path = {modules}\ntimeout = 300.0\nexcluded-modules = []\n"
             "test-command = ''\n[cosmic-ray.distributor]\nname = 'local'\n",
             encoding="utf-8",
         )
