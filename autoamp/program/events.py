@@ -110,6 +110,9 @@ class Subscriber:
         was bound before torch was patched calls the second alone.
         """
 
+    def around_state_made(self, make: Function) -> Function:
+        """What `torch.distributed.checkpoint` calls with an optimizer before it reads or loads the state of it."""
+
     def step_ended(self, step: Any) -> None:
         """A step was taken or skipped, as `autoamp.stepping.Step` tells."""
 

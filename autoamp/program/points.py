@@ -19,8 +19,8 @@ from autoamp import torch_private
 from autoamp.patching import PatchSet, imitate, original_of
 from autoamp.program.events import Subscriber
 
-LATE_MODULE = "torch.distributed.fsdp.sharded_grad_scaler"
-"""The one module with a point that torch does not import itself."""
+LATE_MODULES = ("torch.distributed.fsdp.sharded_grad_scaler", "torch.distributed.checkpoint.state_dict")
+"""The modules with a point that torch does not import itself."""
 
 Hears = Sequence[Callable[..., Any]]
 """The methods of subscribers for one event, in their order."""
@@ -84,8 +84,11 @@ def points() -> Iterator[Point]:
     yield Point(Optimizer, "__setstate__", Subscriber.optimizer_made, _after)
     yield Point(scaler, "__init__", Subscriber.scaler_made, _after)
     yield Point(scaler, "scale", Subscriber.loss_scaled, _after_scale)
-    sharded = getattr(sys.modules.get(LATE_MODULE), "ShardedGradScaler", None)
+    late = [sys.modules.get(name) for name in LATE_MODULES]
+    sharded = getattr(late[0], "ShardedGradScaler", None)
     yield Point(sharded, "scale", Subscriber.loss_scaled, _after_scale)
+    made = torch_private.STATE_MADE if hasattr(late[1], torch_private.STATE_MADE) else None
+    yield Point(late[1], made, Subscriber.around_state_made, _around)
     yield Point(scaler, "unscale_", Subscriber.around_unscale, _around)
     yield Point(scaler, "step", Subscriber.around_scaler_step, _around)
 

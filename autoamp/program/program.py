@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from autoamp.patching import PatchSet, imitate, original_of, writing
 from autoamp.program.events import Subscriber
-from autoamp.program.points import LATE_MODULE, Point, StepPatches, points
+from autoamp.program.points import LATE_MODULES, Point, StepPatches, points
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +59,8 @@ class Program:
             if self._is_heard(point):
                 self._patched.add((id(point.owner), point.name))
                 replaced |= self._hear(point, patches)
-        patches.when_imported(LATE_MODULE, lambda _: self.update())
+        for name in LATE_MODULES:
+            patches.when_imported(name, lambda _: self.update())
         for owner, name, build in functions:
             replaced |= _replace(owner, name, build, patches)
         return replaced
