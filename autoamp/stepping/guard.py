@@ -118,6 +118,7 @@ class StepGuard:
             NonFiniteGradientsError: There were too many skips in a row.
         """
         if self.stepping:
+            # Within `uncounted`, or within a step of its own.
             return original(*args, **kwargs)
         if self.in_block:
             raise UsageError(
