@@ -492,6 +492,10 @@ def _recomputation() -> str | None:
     return name if _find(f"torch.utils.checkpoint.{name}", None) is not None else None
 
 
+STATE_MADE = "_init_optim_state"
+"""The name in `torch.distributed.checkpoint.state_dict`, which is imported late, of what takes a step with gradients of
+0 to make an optimizer's state. Without it that counts as a step, and torch ends in a KeyError for masters."""
+
 RECURRENT: Any = _find("torch._VF", None)
 """The namespace of the functions that recurrent layers call."""
 

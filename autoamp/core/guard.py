@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,6 +117,9 @@ class StepGuard:
             UsageError: A block of this optimizer is open.
             NonFiniteGradientsError: There were too many skips in a row.
         """
+        if self.stepping:
+            # Within `uncounted`, or within a step of its own.
+            return original(*args, **kwargs)
         if self.in_block:
             raise UsageError(
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
@@ -141,6 +144,15 @@ class StepGuard:
             self.params_changed()
         self.owner.current.end(self.skips.step)
         return result
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Let steps pass that are none of the training, as one that only makes the optimizer's state."""
+        before, self.stepping = self.stepping, True
+        try:
+            yield
+        finally:
+            self.stepping = before
 
     def is_refused(self) -> bool:
         """Whether a subscriber refuses the step, by gradients that no loss scale checked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from autoamp.core.guard import StepGuard
 from autoamp.core.guarded_optimizers import GuardedOptimizers
 from autoamp.core.skips import Step
 from autoamp.core.unread_flags import is_same_scale
-from autoamp.errors import warn_user
+from autoamp.errors import UsageError, warn_user
 
 
 class OptimizerSteps:
@@ -56,6 +57,33 @@ class OptimizerSteps:
             return self._step(step, self_, args, kwargs)
 
         return guarded_step
+
+    def around_state_made(self, make: Any) -> Any:
+        """Return what makes the state without a step that counts, and refuses optimizers of masters.
+
+        torch looks the tensors that are stepped up among the model's parameters, and would load half values.
+        """
+
+        @functools.wraps(make)
+        def make_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._active:
+                return make(optimizer, *args, **kwargs)
+            guard, running = guard_before(optimizer), self._optimizers.running
+            if guard is not None and guard.masters is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__} steps fp32 masters, and the model has half parameters: "
+                    "torch.distributed.checkpoint.state_dict does not find one by the other. Save and load "
+                    "autoamp.DistributedState(model, optimizer), which has the keys of get_optimizer_state_dict with "
+                    "flatten_optimizer_state_dict=True; its state_dict() and load_state_dict() do without files"
+                )
+            running.add(id(optimizer))
+            try:
+                with contextlib.nullcontext() if guard is None else guard.uncounted():
+                    return self._optimizers.casts.local.with_mode(make, False)(optimizer, *args, **kwargs)
+            finally:
+                running.discard(id(optimizer))
+
+        return make_state
 
     def _step(self, original: Any, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step of any optimizer with casts off; through its guard, if the call went past that."""

@@ -30,7 +30,12 @@ if TYPE_CHECKING:
     from autoamp.core.nonfinite import NonFiniteSteps
     from autoamp.core.optimizer_steps import OptimizerSteps
 
-LATE_MODULES = "torch.distributed.fsdp.sharded_grad_scaler", "torch.export", "torch.onnx"
+LATE_MODULES = (
+    "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.export",
+    "torch.onnx",
+)
 """The modules with sites that torch may not import itself."""
 
 Told = Sequence[Callable[..., Any]]
@@ -128,6 +133,9 @@ def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSi
     sharded = getattr(sys.modules.get(LATE_MODULES[0]), "ShardedGradScaler", None)
     for kind in (scaler, sharded):
         yield PatchSite(kind, "scale", [auto_scaling.loss_scaled, nonfinite.loss_scaled], _after_scale)
+    dcp = sys.modules.get(LATE_MODULES[1])
+    made = torch_private.STATE_MADE if hasattr(dcp, torch_private.STATE_MADE) else None
+    yield PatchSite(dcp, made, [parts.steps.around_state_made], _around)
     yield PatchSite(scaler, "unscale_", [nonfinite.around_unscale], _around)
     yield PatchSite(scaler, "step", [nonfinite.around_scaler_step], _around)
 

@@ -212,7 +212,8 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         names = () if name is None else spelled_at(name, func, user)
         classes = tuple(class_name(type(module)) for module in self._modules)
         line = None if user is None else shown_line(user.f_code.co_filename, user.f_lineno)
-        return Place(name, path or root, line, names, is_cast, in_place, classes)
+        instruction = -1 if user is None else user.f_lasti
+        return Place(name, path or root, line, names, is_cast, in_place, classes, instruction)
 
 
 # -- names --

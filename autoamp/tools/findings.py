@@ -324,11 +324,15 @@ def _entries_for(tape: Tape, op: Op, own: tuple[str, ...]) -> Iterator[Entry]:
     names = own if is_half(op) else ()
     if names:
         yield Entry(names)
-    before = (earlier for earlier in half_ops_before(tape, op) if earlier.place.names)
-    for earlier in itertools.islice(before, _MAX_OPS):
-        if not set(earlier.place.names) <= set(names):
-            names = tuple(dict.fromkeys((*names, *earlier.place.names)))
-            found.append(Entry(names))
+    # A backward pass reads what the forward operator was given as well, as the 0 that a small epsilon was rounded to.
+    forward = [one for one in tape.ops if one.phase == "forward" and one.place == op.place]
+    for last in (op, *(forward[:1] if op.phase == "backward" else ())):
+        wider = names
+        before = (earlier for earlier in half_ops_before(tape, last) if earlier.place.names)
+        for earlier in itertools.islice(before, _MAX_OPS):
+            if not set(earlier.place.names) <= set(wider):
+                wider = tuple(dict.fromkeys((*wider, *earlier.place.names)))
+                found.append(Entry(wider))
     yield from (entry for entry in (*found, *module_entries(op)) if keeps_products(tape, entry.acts_on))
 
 

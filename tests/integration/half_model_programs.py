@@ -304,3 +304,88 @@ def norms_of_a_widened_input(net: Any, x: Tensor) -> Tensor:
     x = net.p(net.first(x) + torch.linspace(0, 1, D))
     x = net.norm(x.transpose(1, 2)).transpose(1, 2) + torch.ones(D)
     return net.last(x.float())  # type: ignore[no-any-return]
+
+
+# -- whole models, small --
+
+
+@program(
+    lambda: (
+        {
+            "emb": nn.Embedding(32, D), "norm": nn.RMSNorm(D), "qkv": linear(3 * D), "o": linear(),
+            "up": linear(2 * D), "down": nn.Linear(2 * D, D), "slopes": torch.tensor([0.25, 0.0625]),
+        },
+        tokens(),
+    )
+)  # fmt: skip
+def language_model_with_alibi(net: Any, ids: Tensor) -> Tensor:
+    x = net.emb(ids)
+    q, k, v = net.qkv(net.norm(x)).view(B, T, 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+    keys, values = torch.zeros(B, 2, 2 * T, D // 2), torch.zeros(B, 2, 2 * T, D // 2)
+    keys[:, :, :T], values[:, :, :T] = k, v
+    places = torch.arange(T)[None] - torch.arange(T)[:, None]
+    bias = (net.slopes[:, None, None] * places).masked_fill(places > 0, -math.inf)
+    x = x + net.o(attend(q, keys[:, :, :T], values[:, :, :T], bias).transpose(1, 2).reshape(B, T, D))
+    x = x + net.down(F.silu(net.up(net.norm(x))))
+    return F.linear(net.norm(x), net.emb.weight)
+
+
+@program(
+    lambda: (
+        {
+            "stem": nn.Conv2d(1, D, 2, 2), "dw": nn.Conv2d(D, D, 7, padding=3, groups=D), "norm": nn.LayerNorm(D),
+            "a": linear(4 * D), "b": nn.Linear(4 * D, D), "gamma": nn.Parameter(0.1 * torch.ones(D)), "head": linear(4),
+        },
+        features(B, 1, 8, 8),
+    )
+)  # fmt: skip
+def convnext(net: Any, x: Tensor) -> Tensor:
+    x = net.norm(net.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    for _ in range(2):
+        y = net.b(F.gelu(net.a(net.norm(net.dw(x).permute(0, 2, 3, 1))))) * net.gamma
+        x = x + y.permute(0, 3, 1, 2) * (torch.empty(B, 1, 1, 1).bernoulli_(0.9) / 0.9)
+    return net.head(net.norm(x.mean((2, 3))))  # type: ignore[no-any-return]
+
+
+@program(
+    lambda: (
+        {
+            "layers": nn.ModuleList(linear() for _ in range(2)), "bn": nn.BatchNorm1d(D), "out": linear(4),
+            "scores": nn.Parameter(0.1 * torch.randn(2, 2, D // 2)),
+        },
+        features(B * T, D),
+    )
+)  # fmt: skip
+def graph_attention_net(net: Any, x: Tensor) -> Tensor:
+    source, target = torch.arange(96) * 7 % len(x), torch.arange(96) * 5 % len(x)
+    for layer in net.layers:
+        z = layer(x).view(len(x), 2, -1)
+        e = (z * net.scores[0]).sum(-1)[source] + (z * net.scores[1]).sum(-1)[target]
+        e, places = F.leaky_relu(e, 0.2), target[:, None].expand(-1, 2)
+        most = torch.full((len(x), 2), -math.inf).scatter_reduce(0, places, e, "amax", include_self=True)
+        w = (e - most[target]).exp()
+        w = w / (torch.zeros(len(x), 2).index_add(0, target, w)[target] + 1e-9)
+        x = torch.zeros_like(z).index_add_(0, target, z[source] * w[..., None]).flatten(1)
+        x = F.elu(net.bn(x))
+    return net.out(x)  # type: ignore[no-any-return]
+
+
+@program(
+    lambda: (
+        {
+            "rotations": nn.ParameterList(torch.linalg.qr(torch.randn(D, D))[0] for _ in range(2)),
+            "nets": nn.ModuleList(nn.Sequential(nn.Linear(D // 2, D), nn.ReLU(), linear()) for _ in range(2)),
+        },
+        features(B * T, D),
+    )
+)  # fmt: skip
+def normalizing_flow(net: Any, x: Tensor) -> Tensor:
+    logdet: Any = 0
+    for number, (rotation, inner) in enumerate(zip(net.rotations, net.nets, strict=True)):
+        logdet = logdet + torch.linalg.slogdet(rotation)[1].expand(len(x))
+        a, b = (x @ rotation).chunk(2, 1)[:: -1 if number % 2 else 1]
+        scale, shift = inner(a).chunk(2, 1)
+        scale = torch.tanh(scale)
+        x, logdet = torch.cat([a, b * scale.exp() + shift], 1), logdet + scale.sum(1)
+    base = torch.distributions.MultivariateNormal(torch.zeros(D), torch.eye(D))
+    return 0.1 * (base.log_prob(x) + logdet)  # type: ignore[no-any-return]

@@ -181,7 +181,14 @@ def test_a_gradient_that_overflows_in_bf16_alone_is_said_to_do_so(in_module: boo
 
 
 class Steep(nn.Module):
-    """Functions of fp32 and half precision in turn. The gradient is too large for each half tensor between them."""
+    """Two gradients of the input are too large for half precision, and their sum is not."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.square().sub(h.square().amax(-1, keepdim=True)).exp() * h
+
+
+class SteepWithin(nn.Module):
+    """As `Steep`, of what a function of the module itself makes."""
 
     def forward(self, h: Tensor) -> Tensor:
         m = h.mul(1.0).sub(0.5).add(0.5).abs()
@@ -215,7 +222,7 @@ def entry_of(found: Any) -> dict[str, Any]:
     return {"modules": {found.fp32_module: "fp32"}} if found.fp32_module else {"fp32": list(found.fp32_names)}
 
 
-@pytest.mark.parametrize("module", [Chain, Steep])
+@pytest.mark.parametrize("module", [Chain, Steep, SteepWithin])
 def test_an_entry_that_was_tried_heals(module: type[nn.Module]) -> None:
     found = step_of(module())
     assert "(tried)" in found.suggestion

@@ -50,6 +50,7 @@ class Place(NamedTuple):
         is_cast: Whether it is a cast that was made for another function.
         in_place: Whether the function writes to its first argument.
         classes: The classes of the modules around it, outermost first, as lists have them.
+        instruction: The place of the call in the program's bytecode, which tells two calls on one line apart.
     """
 
     function: str | None = None
@@ -59,6 +60,7 @@ class Place(NamedTuple):
     is_cast: bool = False
     in_place: bool = False
     classes: tuple[str, ...] = ()
+    instruction: int = -1
 
 
 @dataclass(eq=False, slots=True)

@@ -112,7 +112,7 @@ def _read(value: Any) -> Any:
         case Named(str(), str(), str(), Ref() as ref, bool()):
             _read(ref)
             return value
-        case Place(str() | None, str() | None, str() | None, tuple(names), bool(), bool(), tuple(classes)):
+        case Place(str() | None, str() | None, str() | None, tuple(names), bool(), bool(), tuple(classes), int()):
             if all(type(text) is str for text in (*names, *classes)):
                 return value
         case torch.device():

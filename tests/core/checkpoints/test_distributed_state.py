@@ -12,7 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import autoamp
 from autoamp.core import DistributedState
@@ -233,3 +238,52 @@ def test_several_optimizers_and_groups() -> None:
     load_optimizers(model, loaded, state)
     for one, other in zip(saved, loaded, strict=True):
         torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
+
+
+# -- torch's own functions for the state of an optimizer --
+
+
+def calls_of_torch(training: Training) -> dict[str, Callable[[], Any]]:
+    model, optimizer = training.model, training.optimizer
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    return {
+        "get_optimizer_state_dict": lambda: get_optimizer_state_dict(model, optimizer),
+        "get_optimizer_state_dict, flat": lambda: get_optimizer_state_dict(model, optimizer, options=flat),
+        "set_optimizer_state_dict": lambda: set_optimizer_state_dict(
+            model, optimizer, {"state": {}, "param_groups": []}
+        ),
+        "get_state_dict": lambda: get_state_dict(model, optimizer),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["get_optimizer_state_dict", "get_optimizer_state_dict, flat", "set_optimizer_state_dict", "get_state_dict"],
+)
+@pytest.mark.parametrize("steps", [0, 8])
+def test_torch_does_not_find_masters_and_the_error_says_what_does(name: str, steps: int) -> None:
+    training = Training("O2", "Adam")
+    training.train(steps)
+    bits = training.all_bits()
+    with pytest.raises(autoamp.UsageError, match=r"Adam steps fp32 masters.*autoamp\.DistributedState"):
+        calls_of_torch(training)[name]()
+    assert training.all_bits() == bits
+    training.train(steps + 2)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "AdamW fused", "FusedAdam"])
+def test_the_state_that_torch_makes_to_load_is_no_step(name: str) -> None:
+    saved = Training("O1", name)
+    saved.train(8)
+    state = get_optimizer_state_dict(saved.model, saved.optimizer)
+    autoamp.current_handle().deactivate()
+    fresh = Training("O1", name, seed=1)
+    handle = autoamp.current_handle()
+    with handle.record(sample=False):
+        before = repr(autoamp.state_dict())
+        set_optimizer_state_dict(fresh.model, fresh.optimizer, state)
+        assert repr(autoamp.state_dict()) == before
+    assert handle.report()["timeline"]["steps"] == 0
+    found, expected = fresh.optimizer.state_dict()["state"], saved.optimizer.state_dict()["state"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    fresh.train(2)
