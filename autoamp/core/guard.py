@@ -155,7 +155,7 @@ class StepGuard:
             self.stepping = before
 
     def is_refused(self) -> bool:
-        """Whether a subscriber refuses the step, by gradients that no loss scale checked."""
+        """Whether ``on_nonfinite`` refuses the step, by gradients that no loss scale checked."""
         return self.owner.current.refuses(self.optimizer, self)
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,7 +227,7 @@ class StepGuard:
             self.stepping = before
 
     def skip(self, blamed: OverflowCheck | None) -> Any:
-        """Count a skipped step; None for one that a subscriber has refused (``on_nonfinite``), and counted.
+        """Count a skipped step; None for one that ``on_nonfinite`` has refused, and counted.
 
         Raises:
             NonFiniteGradientsError: There were too many in a row.

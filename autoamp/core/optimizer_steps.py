@@ -1,4 +1,4 @@
-"""Stands around the steps of torch's optimizers, as a subscriber: steps that a guard missed, and clipped gradients."""
+"""Stands around the steps of torch's optimizers: steps that a guard missed, and clipped gradients."""
 
 from __future__ import annotations
 
