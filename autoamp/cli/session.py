@@ -284,7 +284,7 @@ class Run:
         for counts in self._counts:
             counts.reset()
         for casts in self._casts:
-            casts.reset_counts()
+            casts.counts.reset()
         self._half_losses.reset()
         now = runtime_of(self._now)
         now.casts.own_dtypes.clear()
@@ -364,8 +364,8 @@ class Run:
         ops, casts = Counter[str](), Counter[str]()
         for one in self._casts:
             names = {"half": dtype_name(one.dtype), "fp32": "float32", "promote": "promoting"}
-            ops.update({names[policy]: calls for policy, (calls,) in one.calls.items() if calls})
-            casts.update({dtype_name(dtype): made for dtype, (made,) in one.made.items() if made})
+            ops.update({names[policy]: calls for policy, (calls,) in one.counts.calls.items() if calls})
+            casts.update({dtype_name(dtype): made for dtype, (made,) in one.counts.made.items() if made})
         return {}, dict(ops), dict(casts)
 
     def _dtype(self, now: Runtime, own: Mapping[str, int]) -> str:

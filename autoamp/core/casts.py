@@ -151,6 +151,25 @@ def _is_eligible_traced(casts: CastState, tensor: Tensor) -> bool:
     return is_castable and not casts.autocast_rules()
 
 
+class CastCounts:
+    """How often one handle's casts were at work. Threads that add at the same time may lose one.
+
+    Attributes:
+        calls: The number of calls of listed functions with casts on, by what the policy does: "half", "fp32" or
+            "promote". Each is the one element of a list, since an addition to it costs no call.
+        made: The number of casts of their arguments by dtype, in the same way.
+    """
+
+    def __init__(self, half: torch.dtype) -> None:
+        self.calls: dict[str, list[int]] = {"half": [0], "fp32": [0], "promote": [0]}
+        self.made: dict[torch.dtype, list[int]] = {half: [0], torch.float32: [0]}
+
+    def reset(self) -> None:
+        """Set every number to 0, in a fork whose parent has them."""
+        for count in (*self.calls.values(), *self.made.values()):
+            count[0] = 0
+
+
 class CastState:
     """Casts for one handle: the half dtype, the device type, each thread's switches, the cache.
 
@@ -169,10 +188,7 @@ class CastState:
         own_dtypes: The half dtypes that the program itself computes in, as far as they were seen: those of its models,
             and those of its enabled autocast regions by how often it entered them.
         disabled_at: The line of the program that first entered a disabled autocast region in which casts are off.
-        calls: The number of calls of listed functions with casts on, by what the policy does: "half", "fp32" or
-            "promote". Each is the one element of a list, since an addition to it costs no call. Threads that add at the
-            same time may lose one.
-        made: The number of casts of their arguments by dtype, in the same way.
+        counts: How often the casts were at work.
         explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
@@ -195,13 +211,15 @@ class CastState:
         narrow = Tensor.half if dtype is torch.float16 else Tensor.bfloat16
         self.disabled_at: str | None = None
         self.explain: Callable[[Exception], None] = lambda error: None
-        self.calls: dict[str, list[int]] = {"half": [0], "fp32": [0], "promote": [0]}
-        self.made: dict[torch.dtype, list[int]] = {dtype: [0], torch.float32: [0]}
-        self.args_to_half = build_caster(dtype, narrow, device_type, self.cache, self.made[dtype])
-        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, self.made[torch.float32])
+        self.counts = CastCounts(dtype)
+        made = self.counts.made
+        self.args_to_half = build_caster(dtype, narrow, device_type, self.cache, made[dtype])
+        self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, made[torch.float32])
         # For what is no argument of a listed function, such as the outputs of a model: not counted.
-        self._value_to_half = build_caster(dtype, narrow, device_type, self.cache, [0])
-        self._value_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, [0])
+        self._value_casters = (
+            build_caster(dtype, narrow, device_type, self.cache, [0]),
+            build_caster(torch.float32, Tensor.float, device_type, None, [0]),
+        )
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
@@ -219,11 +237,6 @@ class CastState:
         self.is_open = False
         self.local.set_default(False, forced_off=True)
         self.cache.clear()
-
-    def reset_counts(self) -> None:
-        """Set `calls` and `made` to 0, in a fork whose parent has them."""
-        for count in (*self.calls.values(), *self.made.values()):
-            count[0] = 0
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments is to be cast by the handle's own rules, in this thread and now."""
@@ -297,11 +310,11 @@ class CastState:
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype."""
-        return self._value_to_half((value,), False)[0]
+        return self._value_casters[0]((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
         """Cast one value, however nested, to fp32."""
-        return self._value_to_fp32((value,), False)[0]
+        return self._value_casters[1]((value,), False)[0]
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
         """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""

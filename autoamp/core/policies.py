@@ -60,7 +60,7 @@ _MATRIX_ORDERS = frozenset({None, "fro", 1, -1, math.inf, -math.inf})
 _ORDER_TYPES = frozenset({int, float, str, type(None)})
 _OF_MATRICES = torch.linalg.matrix_norm, torch.linalg.norm
 
-# How calls under a policy are counted, in `CastState.calls`.
+# How calls under a policy are counted, in `CastCounts.calls`.
 _COUNTED_AS = {
     CastPolicy.FP16: "half",
     CastPolicy.FP32: "fp32",
@@ -125,7 +125,7 @@ def build_replacement(
             return _build_fallback(original, elsewhere or call, policy, casts, functional, local, active)
         special_case = _special_case(original, call, policy, cast_args, casts, functional, mutation)
         # Traced code is free of side effects.
-        count = None if isinstance(local, TracedMode) else casts.calls[_COUNTED_AS[policy]]
+        count = None if isinstance(local, TracedMode) else casts.counts.calls[_COUNTED_AS[policy]]
         to_half = policy is CastPolicy.FP16
         return _cast_and_call(
             call, cast_args, casts, special_case, to_half, off_within, local, active, elsewhere, count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +41,7 @@ class Outcome:
     @property
     def metric(self) -> float:
         """The mean of the metrics; nan if one run reported none."""
-        return statistics.fmean(self.metrics)
+        return sum(self.metrics) / len(self.metrics)
 
 
 @dataclass(kw_only=True)
@@ -89,6 +88,8 @@ class ProgramSearch:
         raise NotImplementedError
 
     def _trial(self, candidate: tuple[Proposal, ...] | None, seeds: Sequence[int]) -> Outcome:
+        import statistics
+
         outcomes: list[Outcome] = []
         for seed in seeds:
             outcomes.append(self.run(candidate, seed))
@@ -140,6 +141,8 @@ class Search(ProgramSearch):
 
     def _why_not(self, candidate: tuple[Proposal, ...], trial: Outcome | None = None) -> str | None:
         """Run a candidate, and take it if it is good and not slower than the best; else return why it is not taken."""
+        import statistics
+
         trial = trial or self._trial(candidate, self.seeds)
         if trial.failed is not None:
             return f"the program failed: {trial.failed}"

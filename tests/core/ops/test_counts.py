@@ -34,8 +34,9 @@ CALLS: dict[str, tuple[Callable[[], Any], tuple[int, int, int], tuple[int, int]]
 
 def numbers(handle: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     casts = runtime_of(handle).casts
-    assert list(casts.calls) == ["half", "fp32", "promote"]
-    return tuple(count for (count,) in casts.calls.values()), (casts.made[HALF][0], casts.made[FP32][0])
+    assert list(casts.counts.calls) == ["half", "fp32", "promote"]
+    calls, made = casts.counts.calls, casts.counts.made
+    return tuple(count for (count,) in calls.values()), (made[HALF][0], made[FP32][0])
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -44,7 +45,7 @@ def test_casts_count_calls_by_policy_and_arguments_by_dtype(name: str) -> None:
     handle = autoamp.init(device_type="cpu", dtype=HALF, lists=LISTS)
     call()
     assert numbers(handle) == (calls, casts)
-    runtime_of(handle).casts.reset_counts()
+    runtime_of(handle).casts.counts.reset()
     assert numbers(handle) == ((0, 0, 0), (0, 0))
 
 
