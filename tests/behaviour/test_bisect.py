@@ -45,8 +45,11 @@ def test_bisect_prints_the_entry_that_restores_the_metric(
 AFTER = """
 import torch
 class Late(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, 1, 1))
     def forward(self, x):
-        return torch.bmm(x, x).dtype == torch.float16
+        return torch.bmm(x, self.weight).dtype == torch.float16
 linear = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(linear.parameters(), lr=0.01)
 linear(torch.ones(1, 2)).float().sum().backward()

@@ -33,7 +33,7 @@ if "apex" in sys.argv:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale=64.0)
 for step in range(4):
     x = torch.randn(4, 8)
-    if (step == 2 and "fault" in sys.argv) or "always" in sys.argv:
+    if (step == 2 and "fault" in sys.argv) or (step == 3 and "twice" in sys.argv) or "always" in sys.argv:
         x *= 3e3
     optimizer.zero_grad()
     loss = model(x).float().square().mean() / 64
@@ -54,6 +54,7 @@ RUNS = {
     "own code": [*RUN, "--fail-on", "overflow", "faulty.py", "fault", "fails"],
     "apex": [*RUN, "--report", "apex.json", "--fail-on", "overflow", "faulty.py", "fault", "apex"],
     "unasked": ["run", "--device-type", "cpu", "--dtype", "fp16", "faulty.py", "fault"],
+    "unasked twice": ["run", "--device-type", "cpu", "--dtype", "fp16", "faulty.py", "fault", "twice"],
     "again": ["run", "--device-type", "cpu", "--dtype", "fp16", "--trace-overflow", "faulty.py", "always"],
     "page of json": ["report", "bad.json", "-o", "bad.html", "--fail-on", "overflow"],
 }
@@ -99,10 +100,16 @@ def test_a_program_of_apex_is_traced_too(folder: Path, ended: dict[str, Ended]) 
     assert found["skips"]["groups"][0]["overflow"]["location"].endswith("faulty.py:5")
 
 
-def test_the_first_step_is_explained_without_an_option(ended: dict[str, Ended]) -> None:
+def test_a_step_that_was_not_recorded_says_so(ended: dict[str, Ended]) -> None:
     err = ended["unasked"].err
     assert ended["unasked"].code == 0
-    assert "step 2 overflowed at loss scale 65536: mul in module 1 at faulty.py:5 made inf" in err
+    assert "step 2 overflowed at loss scale 65536: not located: the step was not recorded" in err
+
+
+def test_the_step_after_a_skip_is_explained_without_an_option(ended: dict[str, Ended]) -> None:
+    err = ended["unasked twice"].err
+    assert ended["unasked twice"].code == 0
+    assert "step 3 overflowed at loss scale 32768: mul in module 1 at faulty.py:5 made inf" in err
     assert 'add fp32 = ["__mul__", "__rmul__"] to the list file (tried)' in err
 
 

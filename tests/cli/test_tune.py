@@ -48,10 +48,10 @@ def test_budgets() -> None:
 
 OUTER = """
 import torch, autoamp
-class Outer(torch.nn.Module):
+class Outer(torch.nn.Linear):
     def forward(self, x):
-        return torch.nn.functional.linear(x, torch.ones(2, 2)).dtype
-in_half = Outer()(torch.ones(1, 2, requires_grad=True)) is torch.float16
+        return torch.nn.functional.linear(x, self.weight).dtype
+in_half = Outer(2, 2)(torch.ones(1, 2, requires_grad=True)) is torch.float16
 autoamp.report_metric("found", int(torch.randint(10, 1000, (1,))) + in_half * 1000)
 print("found: 9")
 """
