@@ -71,11 +71,11 @@ class _Failure:
         self.runtime, site = runtime, next(one for one in reversed(frames) if not _is_ours(one))
         files = "".join((type(error).__module__, site.filename, *(one.filename for one in within)))
         self.is_compiled = re.match("torch._dynamo|.*<eval_with_key>.*_dynamo", files) is not None
-        calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "modules.call"))
+        calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "core.module_calls"))
         self.modules = [frame.f_locals["self"] for frame in calls]
         self.tensors = _tensors_at(site)
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
-        op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "ops") else None
+        op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "core") else None
         in_half = runtime.casts.local.mode.on == HALF_MODEL
         self.rule = runtime.patched.rule_on(op, in_half_models=in_half)
         self.root: Module | None = None
