@@ -163,3 +163,7 @@ from autoamp.core.unread_flags import UnreadFlags as UnreadFlags
 from autoamp.core.unread_flags import is_same_scale as is_same_scale
 from autoamp.core.unread_flags import scale_ratio as scale_ratio
 from autoamp.core.unread_flags import scaled_loss as scaled_loss
+
+# Pickles name the package: they load wherever in it the files lie.
+for _class in (LossScaler, StaticLossScaler, DynamicLossScaler):
+    _class.__module__ = __name__

@@ -30,9 +30,14 @@ _AUTOAMP = __name__.partition(".")[0]
 
 # Frames of these directories are on the way to torch's ops, and not where somebody calls one.
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_SCALING = tuple(
-    os.path.join(Path(__file__).parents[1], package, "") for package in ("auto_scaling", "scaling", "stepping")
+# Files of core that scale losses and step optimizers.
+SCALING_FILES = (
+    "attach auto_scale backward_pass block current_step gradient_hooks gradients guard guarded_optimizers links "
+    "loss_scale loss_scalers masters nonfinite optimizer_steps overflow_checks rank_consistency ranks scaled_backward "
+    "setting_warnings skips unread_flags"
 )
+_CORE = Path(__file__).parents[1] / "core"
+_SCALING = frozenset(os.path.join(_CORE, f"{name}.py") for name in SCALING_FILES.split())
 
 # By Python's name of an operator torch's name of the op. Torch has `__rdiv__` beside `__rtruediv__`.
 _OPS = {
@@ -97,7 +102,7 @@ def shown_line(file: str, line: int | None) -> str:
 @functools.cache
 def _kind(file: str) -> str:
     """Whether a file is the program's, scales losses and steps for autoamp, or is on the way there."""
-    if file.startswith(_SCALING):
+    if file in _SCALING:
         return "scaling"
     is_library = file.startswith((*_LIBRARIES, "<frozen")) or file in (contextlib.__file__, functools.__file__)
     return "library" if is_library else "program"

@@ -44,7 +44,7 @@ ALONE = STEPS.format(
     block="bytearray(mebibytes << 20)",
     main='print(runpy.run_path(sys.argv[1])["keep_freed_memory"]()); steps()',
 )
-MODULE = str(Path(__file__).parents[2] / "autoamp" / "memory.py")
+MODULE = str(Path(__file__).parents[2] / "autoamp" / "cli" / "memory.py")
 FORWARDS = """
 #include <stddef.h>
 void *__libc_malloc(size_t size);

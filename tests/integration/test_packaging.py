@@ -116,7 +116,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT)) for end in ("py", "pyi") for path in (ROOT / "autoamp").rglob(f"*.{end}")}
     lists = {f"autoamp/lists/{name}" for name in {"__init__.py", *SHIPPED_SETS}}
-    lists.add("autoamp/rules/torchvision/autoamp.toml")
+    lists.add("autoamp/core/torchvision/autoamp.toml")
     templates = {str(path.relative_to(ROOT)) for path in (ROOT / "autoamp").rglob("templates/*")}
     assert len(templates) == 3
     assert shipped == {*modules, *templates, "autoamp/py.typed", "autoamp.pth", *lists}

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from autoamp.apex.multi_tensor import optimizers as amp_c
 from torch import Tensor
 
+from autoamp.apex.amp_C import optimizers as amp_c
 from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.kernels.without import WithoutKernels
 

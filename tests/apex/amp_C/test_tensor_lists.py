@@ -10,6 +10,7 @@ from torch import Tensor
 
 import autoamp
 from autoamp.apex.amp_C import tensor_lists as mt
+from autoamp.apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from autoamp.errors import UsageError
 
 MIXED = [torch.float16, torch.bfloat16, torch.float32]
@@ -44,11 +45,11 @@ def assert_rounded(found: list[Tensor], expected: list[Tensor]) -> None:
 
 def test_applier_calls_with_its_chunk_size() -> None:
     buffer, lists = flag(), [[torch.ones(1)]]
-    assert mt.MultiTensorApply(7)(lambda *args: args, buffer, lists, 1, "two") == (7, buffer, lists, 1, "two")
-    assert mt.multi_tensor_applier.chunk_size == 65536
-    assert mt.multi_tensor_applier.available
-    assert mt.multi_tensor_applier.import_err is None
-    mt.multi_tensor_applier.check_avail()
+    assert MultiTensorApply(7)(lambda *args: args, buffer, lists, 1, "two") == (7, buffer, lists, 1, "two")
+    assert multi_tensor_applier.chunk_size == 65536
+    assert multi_tensor_applier.available
+    assert multi_tensor_applier.import_err is None
+    multi_tensor_applier.check_avail()
 
 
 def test_scale_writes_outputs_of_other_dtypes() -> None:
@@ -67,7 +68,7 @@ def test_scale_writes_outputs_of_other_dtypes() -> None:
 def test_scale_in_place() -> None:
     tensors = mixed(0)
     expected = [tensor * 4.0 for tensor in exact(tensors)]
-    mt.multi_tensor_applier(mt.multi_tensor_scale, flag(), [tensors, tensors], 4.0)
+    multi_tensor_applier(mt.multi_tensor_scale, flag(), [tensors, tensors], 4.0)
     assert_rounded(tensors, expected)
 
 

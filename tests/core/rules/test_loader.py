@@ -32,14 +32,15 @@ def printed(code: str, folder: Path, path: str, *arguments: str, **variables: st
 @pytest.mark.parametrize("lists_at", ["lists", "autoamp/lists"])
 def test_sets_are_found_in_a_checkout_and_when_installed(tmp_path: Path, lists_at: str) -> None:
     package = Path(autoamp.__file__).parent
-    shutil.copytree(package / "rules", tmp_path / "autoamp" / "rules", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package / "core", tmp_path / "autoamp" / "core", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(package / "errors.py", tmp_path / "autoamp")
     (tmp_path / "autoamp" / "__init__.py").touch()
+    (tmp_path / "autoamp" / "core" / "__init__.py").write_text("")
     write(tmp_path / lists_at / "__init__.py", "", schema=False)
     write(tmp_path / lists_at / "default.toml", 'fp32 = ["softmax"]')
     write(tmp_path / lists_at / "mine.toml", "")
     code = (
-        "from autoamp.core import load_table, shipped_sets\ntable = load_table(environ={})\n"
+        "from autoamp.core.loader import load_table, shipped_sets\ntable = load_table(environ={})\n"
         "print(shipped_sets(), table.rules[0].origin, len(table.rules))"
     )
     assert printed(code, tmp_path, str(tmp_path)) == "('default', 'mine') lists/default.toml:2 1\n"
@@ -56,10 +57,12 @@ def test_a_rule_of_a_shipped_set_is_located_where_its_line_is(place: Path) -> No
 
 
 def without_torch(folder: Path) -> str:
-    """Return a folder from which ``autoamp`` is imported without its ``__init__``, which imports torch."""
-    stub = folder / "stub" / "autoamp"
-    stub.mkdir(parents=True)
-    stub.joinpath("__init__.py").write_text(f"__path__ = [{str(Path(autoamp.__file__).parent)!r}]", encoding="utf-8")
+    """Return a folder from which ``autoamp.core`` is imported without each ``__init__``, which imports torch."""
+    stub, package = folder / "stub" / "autoamp", Path(autoamp.__file__).parent
+    for name in ("", "core"):
+        (stub / name).mkdir(parents=True)
+        path = [str(stub / name), str(package / name)]
+        (stub / name / "__init__.py").write_text(f"__path__ = {path!r}", encoding="utf-8")
     return str(stub.parent)
 
 
@@ -69,8 +72,8 @@ def test_reading_a_list_imports_nothing_that_it_names(tmp_path: Path) -> None:
         tmp_path / "x.toml", 'fp32 = ["nosuch_pkg_a.f", "xml.dom.minidom.parse"]\n[modules]\n"wave.Wave" = "fp32"'
     )
     code = (
-        "import sys\nfrom autoamp import rules\nrules.load_table(environ={})\nbefore = set(sys.modules)\n"
-        f"table = rules.load_table({str(path)!r}, environ={{}})\n"
+        "import sys\nfrom autoamp.core import loader\nloader.load_table(environ={})\nbefore = set(sys.modules)\n"
+        f"table = loader.load_table({str(path)!r}, environ={{}})\n"
         "print(sorted(set(sys.modules) - before - {'autoamp.lists'}), len(table.modules), 'torch' in before)"
     )
     assert printed(code, tmp_path, os.pathsep.join([without_torch(tmp_path), str(tmp_path)])) == "[] 1 False\n"
@@ -218,7 +221,7 @@ lists = ["apex", "conf/extra.toml"]
 fp32 = [
   "silu",
 ]
-[tool.autoamp.core]
+[tool.autoamp.modules]
 head = "fp32"
 """, schema=False)  # fmt: skip
     deep = place / "x"

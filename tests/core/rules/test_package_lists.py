@@ -140,11 +140,11 @@ def test_the_list_for_torchvision_is_in_force_where_that_is_installed(
     for name in names:
         assert getattr(ops, name.rpartition(".")[2])(torch.ones(2).half()) is torch.float32
     assert main(["lists", "torchvision.ops.nms"]) == 0
-    assert "rules/torchvision/autoamp.toml:" in capsys.readouterr().out
+    assert "core/torchvision/autoamp.toml:" in capsys.readouterr().out
     for name in ("torchvision.ops", "torchvision"):
         sys.modules.pop(name)
 
 
 def shipped_data_of_torchvision() -> dict[str, list[str]]:
-    file = Path(autoamp.__file__).parent / "rules" / "torchvision" / "autoamp.toml"
+    file = Path(autoamp.__file__).parent / "core" / "torchvision" / "autoamp.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
