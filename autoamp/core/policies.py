@@ -101,6 +101,7 @@ def build_replacement(
         elsewhere: What is called where it does not, by default the original.
     """
     wrap: Any = None
+    given = original
     if isinstance(original, (staticmethod, classmethod)):
         wrap, original = type(original), original.__func__
         elsewhere = getattr(elsewhere, "__func__", None)
@@ -146,7 +147,7 @@ def build_replacement(
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
         # fails where it trains `torch.lstm` on a CPU.
         start_no_graph(replacement)
-    return replacement if wrap is None else wrap(replacement)
+    return replacement if wrap is None else mark(wrap(replacement), given)
 
 
 def _build_fallback(

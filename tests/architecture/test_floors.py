@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoamp.tools.call_sites import SCALING_FILES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "autoamp"
 MAX_FUNCTION_LINES = 60
@@ -284,3 +286,9 @@ def test_an_owner_of_any_type_is_found(source: str) -> None:
 def test_private_names_are_found() -> None:
     given, read = private_names("class A:\n    _x = 1\n    def f(self, other):\n        return other._y, self._z")
     assert (given, read) == ({"_x", "_z"}, {"_y": 4})
+
+
+def test_names_of_files_in_the_code_are_names_of_files() -> None:
+    """What tells frames apart by their file goes quiet when a file is renamed."""
+    missing = [name for name in SCALING_FILES.split() if not (PACKAGE / "core" / f"{name}.py").is_file()]
+    assert missing == []
