@@ -79,6 +79,10 @@ class PatchSite:
     told: Told
     build: Callable[[Any, Told], Any]
 
+    def replace(self, patches: PatchSet) -> dict[int, tuple[Any, Any]]:
+        """Patch the attribute, which this torch has; returns what `_replace` does."""
+        return _replace(self.parent, str(self.name), lambda original: self.build(original, self.told), patches)
+
 
 def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSite]:
     """Yield every site of the modules that are imported, with who is told there.
@@ -269,7 +273,10 @@ class StepPatches:
             step = vars(base).get("step")
             if getattr(step, "hooked", False) and id(base) not in replaced:
                 original = original_of(step)
-                self._patches.replace(base, "step", imitate(_around(original, self._told), original))
+                replacement = _around(original, self._told)
+                if replacement is original:
+                    continue
+                self._patches.replace(base, "step", imitate(replacement, original))
                 for cell in _cells_of_wrapped(original):
                     self._cells.append((cell, cell.cell_contents))
                     cell.cell_contents = _around(cell.cell_contents, self._told)
@@ -327,7 +334,7 @@ class PatchSites:
             self._steps = StepPatches([self.parts.steps.around_step], patches)
         for site in self._sites():
             self._patched.add((id(site.parent), site.name))
-            replaced |= _replace(site.parent, str(site.name), functools.partial(_built, site), patches)
+            replaced |= site.replace(patches)
         for module in LATE_MODULES:
             patches.when_imported(module, lambda _: self.update())
         for parent, name, build in functions:
@@ -342,7 +349,7 @@ class PatchSites:
                 with self._later.all_or_nothing():
                     for site in self._sites():
                         if (id(site.parent), site.name) not in self._patched:
-                            _replace(site.parent, str(site.name), functools.partial(_built, site), self._later)
+                            site.replace(self._later)
 
     def restore(self) -> None:
         """Restore what is not in the patches that `patch` was given."""
@@ -382,10 +389,6 @@ class PatchSites:
 
 def _part_of(method: Any) -> Any:
     return method.__self__
-
-
-def _built(site: PatchSite, original: Any) -> Any:
-    return site.build(original, site.told)
 
 
 def _replace(parent: Any, name: str, build: Callable[[Any], Any], patches: PatchSet) -> dict[int, tuple[Any, Any]]:
