@@ -164,6 +164,12 @@ def compacted(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def kept_value(loss: Tensor) -> Tensor:
+    """Return a tensor without its graph. A single element is copied out of a larger tensor, which it would keep."""
+    value = loss.detach()
+    return compacted(value) if value.numel() == 1 and type(value) is Tensor else value
+
+
 def version_of(tensor: Tensor) -> int | None:
     """Return how often torch saw a tensor written to; None for an inference tensor, where it does not count."""
     try:

@@ -216,10 +216,10 @@ class CastState:
         self.args_to_half = build_caster(dtype, narrow, device_type, self.cache, made[dtype])
         self.args_to_fp32 = build_caster(torch.float32, Tensor.float, device_type, None, made[torch.float32])
         # For what is no argument of a listed function, such as the outputs of a model: not counted.
-        self._value_casters = (
-            build_caster(dtype, narrow, device_type, self.cache, [0]),
-            build_caster(torch.float32, Tensor.float, device_type, None, [0]),
-        )
+        self._value_casters = {
+            dtype: build_caster(dtype, narrow, device_type, self.cache, [0]),
+            torch.float32: build_caster(torch.float32, Tensor.float, device_type, None, [0]),
+        }
 
     def open(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
@@ -310,11 +310,11 @@ class CastState:
 
     def to_half(self, value: Any) -> Any:
         """Cast one value, however nested, to the half dtype."""
-        return self._value_casters[0]((value,), False)[0]
+        return self._value_casters[self.dtype]((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
         """Cast one value, however nested, to fp32."""
-        return self._value_casters[1]((value,), False)[0]
+        return self._value_casters[torch.float32]((value,), False)[0]
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
         """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""

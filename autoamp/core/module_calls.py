@@ -1,9 +1,8 @@
 """The replacement of `torch.nn.Module.__call__`, which calls torch's own ``__call__`` once.
 
 Before the outermost call half parameters take what the program wrote to their masters. The call keeps casts until it
-returns; a module or model may have a precision of its own. A call of a module
-within another that has none goes on to torch at once. A module gets nothing but tags, so it deep-copies and pickles as
-it would without autoamp.
+returns; a module or model may have a precision of its own. A call of a module within another that has none goes on to
+torch at once. A module gets nothing but tags, so it deep-copies and pickles as it would without autoamp.
 """
 
 from __future__ import annotations
