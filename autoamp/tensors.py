@@ -158,16 +158,11 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def compacted(tensor: Tensor) -> Tensor:
-    """Return a tensor without the rest of a larger one that it is a part of."""
-    if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+    """Return a plain tensor without the rest of a larger one, which it would keep; any other tensor as it is."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    if not is_plain or tensor.untyped_storage().nbytes() <= tensor.nbytes:
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def kept_value(loss: Tensor) -> Tensor:
-    """Return a tensor without its graph. A single element is copied out of a larger tensor, which it would keep."""
-    value = loss.detach()
-    return compacted(value) if value.numel() == 1 and type(value) is Tensor else value
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoamp.core.gradients import local_of
 from autoamp.core.listeners import Listeners
-from autoamp.tensors import kept_value
+from autoamp.tensors import compacted
 from autoamp.torch_private import has_modes, undisturbed
 
 _MAX_LOSSES = 256
@@ -58,7 +58,7 @@ class CurrentStep:
             self.losses, self.unscaled, self.waiting, self._ended = [], [], 0, False
         if loss.numel() == 1 and len(self.losses) < _MAX_LOSSES:
             with undisturbed() if has_modes() else contextlib.nullcontext():
-                value = kept_value(loss)
+                value = compacted(loss.detach())
             self.losses.append(value)
             if type(scale) is float and scale == 1.0:
                 self.unscaled.append(value)

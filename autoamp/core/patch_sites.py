@@ -79,9 +79,9 @@ class PatchSite:
     told: Told
     build: Callable[[Any, Told], Any]
 
-    def replace(self, patches: PatchSet) -> dict[int, tuple[Any, Any]]:
-        """Patch the attribute, which this torch has; returns what `_replace` does."""
-        return _replace(self.parent, str(self.name), lambda original: self.build(original, self.told), patches)
+    def replacement_of(self, original: Any) -> Any:
+        """Build what takes the place of the attribute."""
+        return self.build(original, self.told)
 
 
 def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSite]:
@@ -334,7 +334,7 @@ class PatchSites:
             self._steps = StepPatches([self.parts.steps.around_step], patches)
         for site in self._sites():
             self._patched.add((id(site.parent), site.name))
-            replaced |= site.replace(patches)
+            replaced |= _replace(site.parent, str(site.name), site.replacement_of, patches)
         for module in LATE_MODULES:
             patches.when_imported(module, lambda _: self.update())
         for parent, name, build in functions:
@@ -349,7 +349,7 @@ class PatchSites:
                 with self._later.all_or_nothing():
                     for site in self._sites():
                         if (id(site.parent), site.name) not in self._patched:
-                            site.replace(self._later)
+                            _replace(site.parent, str(site.name), site.replacement_of, self._later)
 
     def restore(self) -> None:
         """Restore what is not in the patches that `patch` was given."""

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from autoamp.core import Listener, Listeners, Skips, Step
 from autoamp.errors import UsageError
-from autoamp.tensors import iter_tensors, kept_value, map_tensors
+from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.tools.call_sites import CallPlaces
 from autoamp.tools.tape import CannotRerun, Named, Ref, Tape, UnnoticedRecording
 from autoamp.torch_private import (
@@ -272,7 +272,8 @@ class StepRecorder(Listener):
         if self.paused or (step := self._open_step()) is None or len(step.losses) >= _MAX_CALLS:
             return
         with undisturbed():
-            step.losses.append(kept_value(loss))
+            value = loss.detach()
+            step.losses.append(compacted(value) if loss.numel() == 1 else value)
         if step.recording is not None:
             step.loss_refs.append(step.recording.tape.find(loss))
 
