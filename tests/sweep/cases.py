@@ -147,7 +147,7 @@ def comparable(name: str) -> bool:
     rules = [shipped_table("default").policy_of(name) for name in (bare, f"{bare}_")]
     reasons = {rule.reason for rule in rules if rule is not None}
     drawn = any(reason.startswith(("random", "creates a tensor")) for reason in reasons)
-    return not drawn and "fractional" not in bare
+    return not drawn and not bare.startswith(("fractional", "rand"))
 
 
 @functools.cache
