@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # All of the package, whose import adds listeners.
 import autoamp.exports
-from autoamp.core import activated, active, loader, open_blocks, suspended
+from autoamp.core import activated, api, loader, open_blocks, suspended
 from autoamp.torch_private import remove_modes
 
 # Tests that fork would wait without end in the child: it has none of the threads that OpenMP started in this process.
@@ -168,13 +168,13 @@ def no_package_lists(request: pytest.FixtureRequest) -> Iterator[None]:
 def pristine_torch() -> Iterator[None]:
     """Deactivate what a test left active, forget what it registered, and prove that torch is as it was."""
     torch.manual_seed(0)
-    before, listeners = dict(active.handles.registry.rules), (list(activated), list(suspended))
+    before, listeners = dict(api.handles.registry.rules), (list(activated), list(suspended))
     yield
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
-    active.put_handle(None)
-    active.handles.registry.rules = before
+    api.put_handle(None)
+    api.handles.registry.rules = before
     left = (list(activated), list(suspended))
     activated[:], suspended[:] = listeners
     assert left == listeners, "a listener is left, and hears of the next test's handles"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 # It reads what has arrived already.
-_NO_WAIT = "autoamp.core.unread_flags"
+_NO_WAIT = "autoamp.core.loss_scale"
 
 
 def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:

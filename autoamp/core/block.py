@@ -1,27 +1,296 @@
 """The `scale_loss` block: gradients are scaled on entry, unscaled and checked on exit.
 
 `scaled_block` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
-optimizers as an `OverflowCheck`.
+optimizers as an `OverflowCheck`. A block unscales the gradients of its own optimizers. Gradients of other parameters
+that the same loss reaches stay multiplied by the scale, and so do all gradients of a pass that begins after its block
+has ended: `LeftScaled` knows these, and refuses their use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, ParamSpec
 
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.core.gradients import scale_, unscale_
+from autoamp.core.attach import guard_before, living_optimizers_and_modules, stepped_params
+from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_
 from autoamp.core.guard import StepGuard
-from autoamp.core.loss_scale import LossScaler
+from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_ratio
 from autoamp.core.overflow_checks import OverflowCheck
-from autoamp.core.setting_warnings import warn_without_gradients
-from autoamp.core.unread_flags import Scale, is_same_scale, scale_ratio
+from autoamp.core.steps import warn_without_gradients
 from autoamp.errors import UsageError
+from autoamp.tensors import version_of
+from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
+
+
+class LeftScaled:
+    """Parameters whose gradients a backward pass left scaled, as long as nobody wrote to these gradients.
+
+    Args:
+        guards: Returns the guards of a handle.
+    """
+
+    def __init__(self, guards: Callable[[], Iterable[StepGuard]]) -> None:
+        self._of: Any = WeakIdKeyDictionary()
+        self._guards = guards
+        # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
+        self._living: weakref.WeakSet[Any] | None = None
+        # The parameters that none of them had by then: one that is made later may step them.
+        self._in_no_optimizer: list[weakref.ref[Tensor]] = []
+        self._threads: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def block_begins(self) -> None:
+        """Take note of the thread of a block."""
+        self._threads.add(threading.get_ident())
+
+    @property
+    def _has_one_thread(self) -> bool:
+        return len(self._threads) < 2
+
+    def params(self) -> list[Tensor]:
+        """Return all parameters of which a note was taken."""
+        return [param for reference in list(self._of.data) if (param := reference()) is not None]
+
+    def note(self, params: Iterable[Tensor], scale: Scale, reason: str) -> None:
+        """Take note of what a pass left scaled.
+
+        Args:
+            params: The parameters.
+            scale: Of the loss.
+            reason: How that came, and what mends it.
+        """
+        for param in params:
+            if param.grad is not None:
+                self._of[param] = mark_of(param.grad), scale, reason
+
+    def note_written(self, params: Sequence[Tensor], scale: Scale, reason: str) -> None:
+        """Take note of those parameters whose gradients the pass that calls is going to write, at its end.
+
+        What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass. Where several threads
+        have blocks, another one may write meanwhile: there those alone count that the graph reaches.
+        """
+        alone = self._has_one_thread
+        params = params if alone else [param for param in params if engine_reaches(param)]
+        if not params:
+            return
+        before = [(param, param.grad, _version(param.grad)) for param in params]
+
+        def note() -> None:
+            if alone and not self._has_one_thread:
+                return
+            # What the program writes to them later, within the block or after it, counts.
+            written = [one for one, grad, version in before if one.grad is not grad or _version(grad) != version]
+            self.note(written, scale, reason)
+
+        at_end_of_pass(note)
+
+    def forget(self, params: Iterable[Tensor]) -> None:
+        """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""
+        for param in params:
+            self._of.pop(param, None)
+
+    def left(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Scale, str]]:
+        """Return those of these parameters that are noted and whose gradients are the same still, with their notes."""
+        found: list[tuple[Tensor, Scale, str]] = []
+        for param in params if self._of else ():
+            noted = self._of.get(param)
+            if noted is not None:
+                mark, scale, reason = noted
+                if param.grad is not None and is_same_gradient(mark, param.grad):
+                    found.append((param, scale, reason))
+                else:
+                    # What was written to, or replaced, is the program's from now on.
+                    del self._of[param]
+        return found
+
+    def refuse(self, action: str, params: Iterable[Tensor]) -> None:
+        """Raise UsageError if an action is about to use gradients that are scaled still. Waits for the device then.
+
+        Args:
+            action: What it is, and does.
+            params: The parameters of these gradients, with the half parameters of masters.
+        """
+        left = self.left(params)
+        # Torch counts no writes through `.data`, by which some programs set gradients to 0.
+        if left and total_norm([param.grad for param, *_ in left if param.grad is not None], math.inf) != 0:
+            param, scale, reason = left[0]
+            if not self._steps_any_of([one for one, *_ in left]):
+                reason = (
+                    "they are of this loss, and no optimizer steps them. Call requires_grad_(False) on what is not "
+                    "trained, or use the parameters of the optimizer alone"
+                )
+            # A half parameter and its master have one.
+            count = len({id(param.grad) for param, *_ in left})
+            raise UsageError(
+                f"{action} gradients that are multiplied by the loss scale {float(scale):g}, those of {count} "
+                f"parameters, the first of shape {tuple(param.shape)}: {reason}"
+            )
+
+    def _steps_any_of(self, params: Iterable[Tensor]) -> bool:
+        """Whether an optimizer steps one of these parameters."""
+        theirs = [guard.grads.leaves() for guard in self._guards()]
+        for optimizer in self._optimizers():
+            guard = guard_before(optimizer)
+            theirs.append(stepped_params(optimizer) if guard is None else guard.grads.leaves())
+        stepped = {id(param) for some in theirs for param in some}
+        return any(id(param) in stepped for param in params)
+
+    def _optimizers(self) -> list[Any]:
+        living: Any = self._living
+        # Copied by one call, as another thread may make an optimizer meanwhile.
+        return [] if living is None else [one for reference in list(living.data) if (one := reference()) is not None]
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Take note of an optimizer of torch's class."""
+        if self._living is not None:
+            self._living.add(optimizer)
+
+    def others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
+        """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
+
+        Args:
+            guards: Those of a block. What their optimizers step as well is left out.
+            scale: Of the block.
+        """
+        if self._living is None:
+            self._find_living()
+        theirs: dict[Any, None] = dict.fromkeys(self._guards())
+        others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
+        for optimizer in self._optimizers():
+            if (guard := guard_before(optimizer)) is None:
+                others += stepped_params(optimizer)
+            else:
+                # That of an `FP16_Optimizer` is none of the handle's.
+                theirs[guard] = None
+        left_out: set[int] = set()
+        for guard in theirs:
+            if guard in guards or is_same_scale(guard.grads.scale, scale):
+                left_out.update(map(id, guard.grads.leaves()))
+            else:
+                others += guard.grads.leaves()
+        return list({id(param): param for param in others if id(param) not in left_out}.values())
+
+    def _find_living(self) -> None:
+        """Find all optimizers of torch's class, and the parameters of modules that none of them steps."""
+        optimizers, modules = living_optimizers_and_modules()
+        self._living = weakref.WeakSet(optimizers)
+        held = {id(param) for guard in self._guards() for param in guard.grads.leaves()}
+        for optimizer in optimizers:
+            guard = guard_before(optimizer)
+            held.update(map(id, stepped_params(optimizer) if guard is None else guard.grads.leaves()))
+        # A module that is half built has no parameters.
+        found = (param for module in modules for param in vars(module).get("_parameters", {}).values())
+        self._in_no_optimizer = [weakref.ref(one) for one in found if one is not None and id(one) not in held]
+
+
+def _version(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else version_of(gradient)
+
+
+class BackwardWatch:
+    """Sees which backward passes a scaled loss begins, and refuses one that begins after the block has ended.
+
+    A context manager around the block. Its end raises UsageError where the loss was run backward and not the scaled
+    one, in this block or in an earlier one of these optimizers.
+
+    `torch.autograd.grad` of the scaled loss is no such pass: it writes no gradient of a parameter.
+
+    Args:
+        loss: The program's.
+        scaled: What the block yields, made of it.
+        scale: Of the block.
+        guards: Of the block's optimizers.
+        left_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
+
+    Attributes:
+        block: The names of the block's optimizers.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        scaled: Tensor,
+        scale: Scale,
+        guards: Sequence[StepGuard],
+        left_scaled: LeftScaled,
+    ) -> None:
+        self._left_scaled = left_scaled
+        left_scaled.block_begins()
+        self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
+        self._scale = scale
+        # The scaled loss may outlive its block by much.
+        self._guards = [weakref.ref(guard) for guard in guards]
+        self._has_ended = self._loss_passed = False
+        # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
+        self._backward_seen = all(guard.backward_seen for guard in guards)
+        self._hook: Any = None
+        if loss.requires_grad and scaled is not loss:
+            if not self._backward_seen:
+                self._hook = loss.register_hook(self._loss_passes)
+            scaled.register_hook(self._scaled_passes)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._has_ended = True
+        if self._hook is not None:
+            self._hook.remove()
+        if kind is not None:
+            return
+        for guard in self._living():
+            guard.backward_seen = guard.backward_seen or self._backward_seen
+        if self._loss_passed and not self._backward_seen:
+            raise UsageError(
+                f"loss.backward() was called inside the scale_loss block of {self.block}, and its gradients are not "
+                "scaled. "
+                "Call scaled_loss.backward(), where scaled_loss is the value that the with statement yields"
+            )
+
+    def _loss_passes(self, _: Tensor) -> None:
+        self._loss_passed = True
+
+    def _living(self) -> list[StepGuard]:
+        return [guard for reference in self._guards if (guard := reference()) is not None]
+
+    def _scaled_passes(self, _: Tensor) -> None:
+        self._backward_seen, guards = True, self._living()
+        others = self._left_scaled.others(guards, self._scale)
+        if not self._has_ended:
+            own = (param for guard in guards for param in guard.grads.leaves())
+            reached = [param for param, *_ in self._left_scaled.left(own) if engine_reaches(param)]
+            self._left_scaled.refuse("scaled_loss.backward() would add to", reached)
+            reason = (
+                f"the scale_loss block that made them was given {self.block} alone. Pass all optimizers of the loss, "
+                "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
+            )
+        else:
+            # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
+            for guard in guards:
+                others += [] if is_same_scale(guard.grads.scale, self._scale) else guard.grads.leaves()
+            reason = (
+                f"scaled_loss.backward() was called after its scale_loss block of {self.block} had ended. Indent it "
+                "into the with block"
+            )
+            if any(map(engine_reaches, others)):
+                raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self._scale):g}: {reason}")
+        self._left_scaled.note_written(others, self._scale, reason)
+
+
+# The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.
+start_no_graph(BackwardWatch._scaled_passes)
+
 
 _P = ParamSpec("_P")
 

@@ -2,11 +2,18 @@
 
 What is cast: tensors of the handle's device type in fp16, bf16 or fp32, of a dense layout. Integers, bool, complex,
 fp64 and tensors of other devices are left as they are, and so are sparse ones, but for products with half tensors.
+
+What differs by thread: whether casts are on, by two switches that are set and put back by tokens, and the casts that
+the running module call keeps. Casts of parameters are kept while the outermost module call runs or they are pinned,
+and so is the last activation. A kept cast is returned again only while neither its source nor the cast itself has been
+written to, as far as torch records it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,10 +22,362 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from autoamp.core.cache import CastCache
-from autoamp.core.threads import BY_DEFAULT, ThreadMode, ThreadState, TracedMode
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
-from autoamp.torch_private import is_any_autocast_enabled, is_autocast_enabled, trace_as
+from autoamp.torch_private import (
+    is_any_autocast_enabled,
+    is_autocast_enabled,
+    is_transformed,
+    mark_constant,
+    trace_as,
+    tracing_context,
+    tracing_state,
+)
+
+KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
+"""A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
+
+Of a parameter that is its storage, referenced so that its address is not used again: a storage that a later ``.data =``
+brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
+"""
+
+HALF_MODEL = "half model"
+"""What `ThreadMode.on` is inside half models: there the rules for half models act, and not those of the handle."""
+
+BY_DEFAULT = "by default"
+"""What `ThreadMode.forced_off` is where casts are off but inside the models of `initialize`, which turn them on."""
+
+Token = tuple[Any, Any]
+"""What a thread itself had set both switches to; None for a switch that it had not set, so that the default applied."""
+
+
+class ThreadMode:
+    """The two switches of one thread.
+
+    Class attributes are the defaults of a thread that sets nothing itself: no casts, until `CastState.open`.
+
+    A plain object: what compiled code sets on an instance of a subclass of `threading.local`, Dynamo of torch 2.13
+    writes to a dict that threads do not read, and its guards read that dict.
+
+    Attributes:
+        on: True where the thread casts, False where it does not, None outside of modules' calls where these turn casts
+            on, `HALF_MODEL` inside half models.
+        forced_off: Whether casts are off whatever is asked for within, as in a ``disable_casts``; or `BY_DEFAULT`.
+    """
+
+    on: Any = False
+    forced_off: Any = True
+
+
+class TracedMode:
+    """The two switches as code finds them that Dynamo traces, which reads them here.
+
+    Traced code that sets them has decided all casts once it is compiled, so nothing is set when it runs. A side effect
+    would also break the graph: a checkpoint's function may have none. So Dynamo calls the methods below while it
+    traces, and takes what they return for constants. It keeps such a constant as a global of the traced module, by the
+    method's name, which must not be one of the program's. A trace that Dynamo gives up and begins anew has a new
+    context, and with it no switches that are set.
+
+    Attributes:
+        mode: This object, as `ThreadState.mode` is what other code reads.
+    """
+
+    def __init__(self, local: ThreadState) -> None:
+        self._local = local
+        self._set: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+        self.mode = self
+
+    @property
+    def on(self) -> Any:
+        """`ThreadMode.on`. Compiled code guards on what its thread had when it was called."""
+        return self.autoamp_now(0, self._local.mode.on)
+
+    @property
+    def forced_off(self) -> Any:
+        """`ThreadMode.forced_off`, guarded alike."""
+        return self.autoamp_now(1, self._local.mode.forced_off)
+
+    @mark_constant
+    def autoamp_now(self, index: int, at_call: Any) -> Any:
+        """Return the first or second of the switches that are set, ``at_call`` where none are."""
+        within = self._within()
+        return within[-1][index] if within else at_call
+
+    @mark_constant
+    def autoamp_set(self, on: Any, forced_off: Any) -> None:
+        """Set the switches of the code that is traced from now on."""
+        self._within().append((on, forced_off))
+
+    @mark_constant
+    def autoamp_reset(self) -> None:
+        """Put back what the last `set` replaced."""
+        del self._within()[-1:]
+
+    def _within(self) -> list[tuple[Any, Any]]:
+        context = tracing_context()
+        return [] if context is None else self._set.setdefault(context, [])
+
+
+def _set_traced(state: ThreadState, on: Any, forced_off: Any = None) -> None:
+    traced = state.traced
+    if forced_off is None:
+        forced_off = traced.forced_off
+        on = False if forced_off else on
+    traced.autoamp_set(on, forced_off)
+
+
+class ThreadState(threading.local):
+    """What differs by thread, of one handle.
+
+    Attributes:
+        mode: The switches of this thread.
+        traced: The switches of code that Dynamo traces, whichever thread it traces in.
+        param_casts: The casts that the running module call keeps, by ``id(parameter)``: None for a parameter that was
+            used once, whose cast is kept from the second use on. The whole is None outside of module calls.
+        last_activation: The last activation that was cast, with its cast.
+        bare_calls: How many calls of modules without parameters this thread is in, in which casts are not decided yet.
+        regions: The disabled torch.autocast regions that this thread is in, outermost first, each with the token of
+            the switches that it set.
+    """
+
+    _make_mode: type[ThreadMode]
+    traced: TracedMode
+    param_casts: dict[int, KeptCast | None] | None = None
+    last_activation: KeptCast | None = None
+    bare_calls = 0
+    regions: tuple[tuple[Any, Token | None], ...] = ()
+
+    def __new__(cls) -> ThreadState:
+        """Make an instance of a class of its own, whose attributes are one handle's in every thread."""
+        mode = type(ThreadMode.__name__, (ThreadMode,), {})
+        own: Any = type(cls.__name__, (cls,), {"_make_mode": mode})
+        state: ThreadState = super().__new__(own)
+        own.traced = TracedMode(state)
+        return state
+
+    def __init__(self) -> None:
+        """Make the switches of a thread: `threading.local` calls this in each."""
+        self.mode = self._make_mode()
+
+    @trace_as(lambda state: state.traced)
+    def now(self) -> ThreadMode | TracedMode:
+        """Return the switches as the code that calls this finds them, whether it runs or Dynamo traces it."""
+        return self.mode
+
+    def is_forced_off(self) -> bool:
+        """Whether casts are off in models too."""
+        return self.now().forced_off is True
+
+    def set_default(self, on: Any, *, forced_off: Any) -> None:
+        """Set the switches of all threads that have set nothing themselves."""
+        cls = self._make_mode
+        cls.on, cls.forced_off = on, forced_off
+
+    @trace_as(_set_traced)
+    def set(self, on: Any, forced_off: Any = None) -> Token:
+        """Set this thread's switches, and return the token by which `reset` puts back what was there.
+
+        Args:
+            on: None for the default. Where ``forced_off`` is not given and the thread's is True, this becomes False.
+            forced_off: None leaves it as it is.
+        """
+        own = vars(self.mode)
+        token = own.get("on"), own.get("forced_off")
+        if forced_off is None:
+            forced_off, on = token[1], False if self.mode.forced_off else on
+        self._put(on, forced_off)
+        return token
+
+    @trace_as(lambda state, token: state.traced.autoamp_reset())
+    def reset(self, token: Token) -> None:
+        """Put back the switches that a `set` replaced. Tokens are given back in reverse order."""
+        self._put(*token)
+
+    def _put(self, on: Any, forced_off: Any) -> None:
+        own = vars(self.mode)
+        for name, value in (("on", on), ("forced_off", forced_off)):
+            if value is None:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+    def with_mode(self, function: Callable[..., Any], on: Any, forced_off: Any = None) -> Callable[..., Any]:
+        """Return a function that calls another with these switches, in whichever thread and whenever it is called."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            token = self.set(on, forced_off)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.reset(token)
+
+        return run
+
+
+class _Pin:
+    """A parameter that is promised not to be written to.
+
+    Attributes:
+        promises: How many `CastCache.pin` are around.
+        kept: Its cast and the cast's version when it was made, None until there is one.
+        layer: What the inference package made of the weights of a whole layer; it has ``parameters``, which are all
+            pinned while it is here.
+    """
+
+    __slots__ = ("kept", "layer", "promises")
+
+    def __init__(self) -> None:
+        self.promises = 0
+        self.kept: tuple[Tensor, int] | None = None
+        self.layer: Any = None
+
+
+class CastCache:
+    """Casts of parameters, kept while the outermost module call runs, and the cast of the last activation.
+
+    A cast is stale as soon as its parameter changes. Identity, version and address show most changes; nothing shows a
+    write through ``.data``, numpy or a flat buffer. Such writes happen between module calls, so no cast is kept past
+    the outermost one, with or without gradients. A module that writes so between two uses of one weight within its own
+    call needs ``init(enable_caching=False)``. `pin` is the explicit promise that the weights stay.
+
+    The cast of an activation is kept until the next one is cast: query, key and value often come from one tensor.
+
+    Attributes:
+        enabled: Whether module calls keep casts.
+        pins: The pinned parameters, by ``id(parameter)``.
+        lock: Taken while ``pins`` changes.
+        local: Has the casts that this thread's running module call keeps.
+    """
+
+    def __init__(self, local: ThreadState, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.local = local
+        self.pins: dict[int, _Pin] = {}
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def pin(self, parameters: list[Parameter]) -> Iterator[None]:
+        """Keep the casts of these parameters, where no gradient is asked of them, within the ``with`` statement."""
+        with self.lock:
+            for parameter in parameters:
+                self.pins.setdefault(id(parameter), _Pin()).promises += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                for parameter in parameters:
+                    self.pins[id(parameter)].promises -= 1
+                    if not self.pins[id(parameter)].promises:
+                        del self.pins[id(parameter)]
+                for pin in self.pins.values():
+                    if pin.layer is not None and any(id(one) not in self.pins for one in pin.layer.parameters):
+                        pin.layer = None
+
+    def clear(self) -> None:
+        """Drop the casts of this thread's running module call."""
+        if self.local.param_casts is not None:
+            self.local.param_casts = {}
+            self.local.last_activation = None
+
+    def __len__(self) -> int:
+        kept = sum(entry is not None for entry in (self.local.param_casts or {}).values())
+        pins = list(self.pins.values())
+        packed = sum(len(pin.layer.parameters) for pin in pins if pin.layer is not None)
+        return kept + packed + sum(pin.kept is not None for pin in pins)
+
+    def cast(self, parameter: Parameter, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``convert(parameter)``, or the kept cast where it is still valid.
+
+        The cast is kept where that is possible. Most callers come here from a parameter's second use on, and at the
+        first call ``convert`` themselves: see `ThreadState.param_casts`.
+
+        Args:
+            parameter: fp32, of any shape.
+            convert: Returns a tensor in the half dtype, of the same shape; part of the graph if gradients are on.
+        """
+        grad = torch.is_grad_enabled()
+        # `torch.jit.trace` would record a kept cast as a constant.
+        if self.pins and not (grad and parameter.requires_grad) and tracing_state() is None:
+            pin = self.pins.get(id(parameter))
+            if pin is not None:
+                if pin.kept is None or pin.kept[0]._version != pin.kept[1]:
+                    cast = cast_for_any_mode(parameter, convert)
+                    if cast is parameter or not is_cacheable(cast):
+                        return cast
+                    pin.kept = cast, cast._version
+                return pin.kept[0]
+        param_casts = self.local.param_casts
+        if param_casts is None:
+            return convert(parameter)
+        entry = param_casts.get(id(parameter))
+        if (
+            entry is not None
+            and _is_valid(entry)
+            and entry[1].requires_grad is (grad and parameter.requires_grad)
+            # A wrapper of torch.func is dead outside its transform, and an inference tensor is not saved for backward.
+            and not is_transformed(entry[1])
+            and (not entry[1].is_inference() or torch.is_inference_mode_enabled())
+        ):
+            return entry[1]
+        cast = cast_for_any_mode(parameter, convert) if torch.is_inference_mode_enabled() else convert(parameter)
+        if cast is not parameter:
+            # An inference tensor has no version, so no cast of it is kept. As parameters they are rare, so that the
+            # exception costs less than a test for each parameter.
+            with contextlib.suppress(RuntimeError):
+                param_casts[id(parameter)] = (
+                    parameter, cast, parameter._version, cast._version, parameter.data_ptr(),
+                    parameter.untyped_storage(),
+                )  # fmt: skip
+        return cast
+
+    def cast_activation(self, tensor: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return ``convert(tensor)``, or the kept cast where this activation was the last that was cast.
+
+        Not for a tensor without gradients: numpy or a collective may write to it without a new version.
+
+        Args:
+            tensor: A floating-point tensor that requires gradients, of any shape.
+            convert: Returns the tensor in the half dtype, as part of the graph.
+        """
+        last = self.local.last_activation
+        # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
+        # may not be computed yet.
+        state = tensor.is_leaf, None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
+        if (
+            last is not None
+            and last[0] is tensor
+            and last[5] == state
+            and last[1].requires_grad
+            and torch.is_grad_enabled()
+            and _is_valid(last)
+        ):
+            return last[1]
+        cast = convert(tensor)
+        if cast.requires_grad:
+            try:
+                # A wrapper of torch.func has no address, and is dead outside its transform.
+                cast.data_ptr()
+                self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
+            except RuntimeError:
+                self.local.last_activation = None
+        return cast
+
+
+def _is_valid(kept: KeptCast) -> bool:
+    """Whether neither the source nor the cast was written to, as far as torch records it."""
+    source, cast, version, cast_version, address, _ = kept
+    return source._version == version and cast._version == cast_version and source.data_ptr() == address
+
+
+def is_cacheable(cast: Tensor) -> bool:
+    """Whether later calls can use a cast: not a subclass, such as a fake tensor, nor a wrapper of `torch.func`."""
+    return type(cast) is Tensor and not is_transformed(cast)
+
+
+def cast_for_any_mode(parameter: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Cast without gradients, outside inference mode, so that the cast has a version and can be used in any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return convert(parameter)
+
 
 CASTABLE_DTYPES = frozenset({*HALF_DTYPES, torch.float32})
 """The dtypes of the tensors that are cast."""

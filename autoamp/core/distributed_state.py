@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core.active import current_handle
-from autoamp.core.attach import is_optimizer
+from autoamp.core.api import current_handle
+from autoamp.core.attach import is_optimizer, master_of
 from autoamp.core.handle import runtime_of
-from autoamp.core.links import master_of
 from autoamp.errors import CheckpointError, UsageError, kind_of, warn_user
 
 # The name under which each of these wrappers has what it wraps, by the name of its class: some are imported by nobody

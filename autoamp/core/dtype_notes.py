@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from autoamp.core.casts import HALF_MODEL
+from autoamp.core.handle import Runtime
 from autoamp.core.loader import located
-from autoamp.core.precisions import class_name
 from autoamp.core.rules import CastPolicy, ModulePrecision
-from autoamp.core.runtime import Runtime
-from autoamp.core.threads import HALF_MODEL
+from autoamp.core.settings import class_name
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 
 _ABOUT_DTYPES = re.compile(
@@ -71,7 +71,7 @@ class _Failure:
         self.runtime, site = runtime, next(one for one in reversed(frames) if not _is_ours(one))
         files = "".join((type(error).__module__, site.filename, *(one.filename for one in within)))
         self.is_compiled = re.match("torch._dynamo|.*<eval_with_key>.*_dynamo", files) is not None
-        calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "core.module_calls"))
+        calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "core.scope"))
         self.modules = [frame.f_locals["self"] for frame in calls]
         self.tensors = _tensors_at(site)
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from autoamp.core.unread_flags import Factor, Scale, inverse_scale
+from autoamp.core.loss_scale import Factor, Scale, inverse_scale
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES, version_of
 from autoamp.torch_private import unscale_and_check_

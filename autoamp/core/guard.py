@@ -32,7 +32,7 @@ from autoamp.core.loss_scale import LossScaler
 from autoamp.core.masters import MasterWeights
 from autoamp.core.overflow_checks import GuardedGrads, OverflowCheck
 from autoamp.core.ranks import several_processes
-from autoamp.core.skips import Skips, StepOwner
+from autoamp.core.steps import Skips, StepOwner
 from autoamp.errors import NonFiniteGradientsError, UsageError
 from autoamp.tensors import version_of
 

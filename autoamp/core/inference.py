@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.core.cache import CastCache, cast_for_any_mode, is_cacheable
-from autoamp.core.casts import CastState
+from autoamp.core.casts import CastCache, CastState, cast_for_any_mode, is_cacheable
 from autoamp.torch_private import (
     is_any_autocast_enabled,
     is_intercepted,

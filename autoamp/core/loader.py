@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from autoamp.core.list_files import ListSet, Source, choices, did_you_mean, fail, parse_toml
-from autoamp.core.rules import CastTable, RuleSource
+from autoamp.core.rules import CastTable, ListSet, RuleSource, Source, choices, did_you_mean, fail, parse_toml
 from autoamp.errors import ListFileError, warn_user
 
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"

@@ -1,31 +1,183 @@
-"""The loss scale and the rule for its next value.
+"""The loss scale, the rule for its next value, and which loss is scaled by which scaler.
 
 A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
-half precision. The rule is torch's own (`torch._amp_update_scale_`), applied to numbers on the host. Where an optimizer
-takes the flag of an overflow on its device (`LossScaler.update_later`), it is applied to numbers there first, and to
-those of the host when the flags are read. To read the scale is to wait for the device then, and a training step does
-not read it.
+half precision. The rule is torch's own (`torch._amp_update_scale_`), applied to numbers on the host.
 
 - `StaticLossScaler`: one scale for the whole run.
 - `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
 - `make_scaler`: the scaler for a ``loss_scale=`` argument.
+- `LossScalers`: those of a handle, and the state of all of them as one checkpoint. A loss is told by the ``loss_id``
+  that the program gives, and by its optimizers: each call of `initialize` has scalers of its own for the optimizers
+  that it names. An optimizer with a ``scale_loss`` of its own has its own scalers, too.
+- `UnreadFlags`: flags of overflows that only the device knows, and what the host does once it has read them.
+
+To read a flag, or a scale that depends on it, is to wait for the device. Where an optimizer takes the flag of an
+overflow on its device (`LossScaler.update_later`), the rule is applied to numbers there first, and to those of the host
+when the flags are read; a training step does not read the scale. Unread flags collect. Each full batch is copied to
+pinned memory while the program goes on, and is read once it has arrived, or when the next batch is full. A caller who
+asks for what depends on a flag waits, once for all of them.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 import numbers
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from autoamp.core.unread_flags import Scale, UnreadFlags
-from autoamp.errors import CheckpointError, LossScaleError, kind_of
+from autoamp.errors import CheckpointError, LossScaleError, UsageError, kind_of
 from autoamp.torch_private import update_scale_
+
+Scale: TypeAlias = float | Tensor
+"""A loss scale: a number, or where only the device knows it an fp32 tensor without dimensions that stays as it is."""
+
+Factor: TypeAlias = float | Tensor
+"""What gradients are multiplied by: a number, or an fp64 tensor without dimensions."""
+
+# The devices whose work a program's thread can run ahead of.
+_ASYNCHRONOUS = frozenset(("cuda", "xpu"))
+
+
+class _Sent(NamedTuple):
+    """Flags on their way to the host, with the event that follows the copy and what is to be called for each."""
+
+    values: Tensor
+    event: Any
+    tells: list[Callable[[bool], None]]
+
+
+class UnreadFlags:
+    """Flags in the order of their steps, each with what is to be called once it is known.
+
+    Args:
+        device_types: Flags on these are worth leaving unread. Those on a CPU cost nothing to read.
+        batch: So many flags are copied together. At most twice as many are unread at a time.
+
+    Attributes:
+        lock: Taken while flags come and go, and by the scaler that they are for while it moves.
+    """
+
+    def __init__(self, device_types: Collection[str] = _ASYNCHRONOUS, batch: int = 16) -> None:
+        self.lock = threading.RLock()
+        self._device_types = device_types
+        self._batch = batch
+        self._here: list[tuple[Tensor, Callable[[bool], None]]] = []
+        self._blank: dict[torch.device, list[Tensor]] = {}
+        self._sent: _Sent | None = None
+        self._telling = False
+
+    def __len__(self) -> int:
+        """Return how many flags are not known yet."""
+        return len(self._here) + (0 if self._sent is None else len(self._sent.tells))
+
+    def serves(self, device: torch.device) -> bool:
+        """Whether flags on a device are left unread. A captured CUDA graph would replay the same flags."""
+        if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return False
+        return device.type in self._device_types
+
+    def blank(self, device: torch.device) -> Tensor:
+        """Return a flag that is not set: one fp32 element, 0. Many are made at once, as parts of one tensor."""
+        if torch.compiler.is_dynamo_compiling():
+            # Code would be compiled anew for each number of parts that are left.
+            return torch.zeros(1, dtype=torch.float32, device=device)
+        with self.lock:
+            if not self._blank.get(device):
+                with torch.inference_mode(False):
+                    self._blank[device] = list(torch.zeros(16, dtype=torch.float32, device=device).split(1))
+            return self._blank[device].pop()
+
+    def add(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
+        """Take the flag of a step. Flags that have arrived are told now.
+
+        Args:
+            found_inf: One element, not 0 for an overflow. Nobody writes to it any more.
+            tell: Called with whether the step overflowed, in the order of the steps. It raises nothing.
+            urgent: Whether to copy it to the host without waiting for a full batch.
+        """
+        with self.lock:
+            self._here.append((found_inf, tell))
+            if self._telling:
+                return
+            is_full = len(self._here) >= self._batch
+            if self._sent is not None and (is_full or self._sent.event is None or self._sent.event.query()):
+                self._read_sent()
+            if self._sent is None and (is_full or urgent):
+                self._send()
+
+    def catch_up(self) -> None:
+        """Wait until all flags are known, and call what waits for them. Does nothing while it is at that."""
+        # Asked first: compiled code takes no lock.
+        if len(self):
+            with self.lock:
+                if not self._telling:
+                    self._read_sent()
+                    self._send()
+                    self._read_sent()
+
+    def _send(self) -> None:
+        if not self._here:
+            return
+        flags, tells = [flag for flag, _ in self._here], [tell for _, tell in self._here]
+        self._here = []
+        device = flags[0].device
+        values = torch.stack([flag.to(device, non_blocking=True).view(()) for flag in flags])
+        if device.type == "cpu":
+            self._sent = _Sent(values, None, tells)
+            return
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        event = torch.Event(device=device)
+        event.record(torch.accelerator.current_stream(device))
+        self._sent = _Sent(host, event, tells)
+
+    def _read_sent(self) -> None:
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        if sent.event is not None and not sent.event.query():
+            sent.event.synchronize()
+        self._telling = True
+        try:
+            for tell, value in zip(sent.tells, sent.values.tolist(), strict=True):
+                tell(bool(value))
+        finally:
+            self._telling = False
+
+
+def scaled_loss(loss: Tensor, scale: Scale) -> Tensor:
+    """Return ``loss.float() * scale``, of the loss's shape and in fp32. Waits for nothing."""
+    if isinstance(scale, Tensor):
+        return loss.float() * scale.to(loss.device, non_blocking=True)
+    return loss.float() * scale if scale != 1.0 else loss.float()
+
+
+def is_same_scale(one: Scale, other: Scale) -> bool:
+    """Tell for sure, and without waiting, that two scales are the same."""
+    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
+
+
+def inverse_scale(scale: Scale) -> Factor:
+    """Return ``1 / scale``."""
+    return scale.double().reciprocal() if isinstance(scale, Tensor) else 1.0 / scale
+
+
+def scale_ratio(above: Scale, below: Scale) -> Factor:
+    """Return ``above / below``."""
+    if isinstance(above, Tensor) or isinstance(below, Tensor):
+        device = above.device if isinstance(above, Tensor) else below.device  # type: ignore[union-attr]
+        as_doubles = [torch.as_tensor(scale, dtype=torch.float64).to(device) for scale in (above, below)]
+        return as_doubles[0] / as_doubles[1]
+    return above / below
+
 
 # Between these two the scale and its reciprocal are both normal fp32 numbers. A subnormal one may be flushed to 0.
 _SMALLEST = 2.0**-126
@@ -431,3 +583,168 @@ def _read_state(state_dict: Any, key: str) -> tuple[float, int]:
             f"{key!r}: 'unskipped' is {unskipped!r}, not a whole number of 0 or more; nothing was loaded"
         )
     return float(scale), int(unskipped)
+
+
+class LossScalers:
+    """The scalers of all losses.
+
+    Args:
+        scalers: One for each ``loss_id``.
+
+    Attributes:
+        all: As given, and those that came later, in the order of their entries in a checkpoint.
+    """
+
+    def __init__(self, scalers: Sequence[LossScaler]) -> None:
+        self.all = list(scalers)
+        # Of the call of `initialize` that named an optimizer, and of the last call, for optimizers that none named.
+        self._by_optimizer: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+        self._current: list[LossScaler] | None = None
+        # By which losses were scaled since the last call.
+        self._since_initialize: set[LossScaler] = set()
+        self._own: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+
+    @property
+    def latest(self) -> list[LossScaler]:
+        """Those of the last call of `initialize`, with what earlier ones share with it; without any call all."""
+        return self.all if self._current is None else self._current
+
+    def choose(self, loss_id: int, optimizers: Any = ()) -> LossScaler:
+        """Return the scaler of a loss of these optimizers: one, or a list or tuple.
+
+        Of optimizers that different calls of `initialize` set up, the first whose gradients are checked decides.
+
+        Raises:
+            UsageError: There is none of that number.
+        """
+        latest = self.latest
+        try:
+            choices = [self._by_optimizer.get(optimizer, latest) for optimizer in as_list(optimizers)] or [latest]
+        except TypeError:
+            # What no weak reference can be made to is refused where it is guarded.
+            choices = [latest]
+        fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
+        if not fitting:
+            known = " or ".join(map(str, range(max(map(len, choices)))))
+            raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
+        chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
+        if self._current is not None:
+            self._since_initialize.add(chosen)
+        return chosen
+
+    def use(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
+        """Scale losses of these optimizers, and of all that no call of `initialize` named, by these scalers.
+
+        Args:
+            scalers: One for each ``loss_id``.
+            optimizers: Those that a call of `initialize` names.
+        """
+        self.all += [scaler for scaler in scalers if not any(scaler is known for known in self.all)]
+        self._current = scalers
+        self._since_initialize.clear()
+        for optimizer in optimizers:
+            self._by_optimizer[optimizer] = scalers
+
+    def forget_but(self, scalers: Iterable[LossScaler]) -> None:
+        """Forget all scalers but these, and the optimizers' own."""
+        # Nobody asks a scaler that is forgotten about the steps that it has yet to hear of.
+        self.catch_up()
+        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._own.values() for s in own))}
+        self.all = [scaler for scaler in self.all if id(scaler) in wanted]
+
+    def catch_up(self) -> None:
+        """Let all scalers hear of what became of the last steps. Waits for the device where that alone knows."""
+        for scaler in self.all:
+            scaler.unread.catch_up()
+
+    # -- optimizers with scalers of their own --
+
+    def give_own(self, optimizer: Any, scalers: Sequence[LossScaler]) -> list[LossScaler]:
+        """Give an optimizer scalers of its own, in place of those that it had, and return them.
+
+        Args:
+            optimizer: Referred to weakly.
+            scalers: One for each loss of a step. A scaler that serves another loss already is copied. When the first
+                optimizer gets its own, all scalers that were there are forgotten.
+        """
+        before = self._own.get(optimizer, ())
+        taken = [scaler for scaler in self.all if scaler not in before] if self._own else []
+        own: list[LossScaler] = []
+        for scaler in scalers:
+            # No loss may move the scale of another.
+            own.append(copy.copy(scaler) if scaler in (*taken, *own) else scaler)
+        self.all = [*taken, *own]
+        self._own[optimizer] = own
+        return own
+
+    def forget_own(self, optimizer: Any) -> None:
+        """Take an optimizer's own scalers and its ``scale_loss`` back, if it had any."""
+        if self._own.pop(optimizer, None) is not None:
+            vars(optimizer).pop("scale_loss", None)
+
+    def with_own(self) -> list[Any]:
+        """Return the optimizers that live and have scalers of their own."""
+        return list(self._own)
+
+    # -- checkpoints --
+
+    @property
+    def has_dynamic(self) -> bool:
+        """Whether a scaler has a scale that moves, so that a resumed run has to know it."""
+        return any(isinstance(scaler, DynamicLossScaler) for scaler in self.all)
+
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """Return the scalers' state, ``loss_scaler0`` and so on, with the number of skips as ``skipped_steps``.
+
+        Of the scalers of earlier calls of `initialize` those that losses were scaled by since the last one: models of
+        an earlier training may live on.
+        """
+        scalers = self.all
+        if self._current is not None:
+            wanted = {*self._current, *self._since_initialize}
+            scalers = [scaler for scaler in scalers if scaler in wanted]
+        state: dict[str, Any] = {f"loss_scaler{i}": scaler.state_dict() for i, scaler in enumerate(scalers)}
+        return {**state, "skipped_steps": skipped_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Load what `state_dict` returned, all of it or nothing.
+
+        Returns:
+            The number of skips; 0 for a checkpoint of Apex, which has none.
+
+        Raises:
+            CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
+        """
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"the state is {kind_of(state)}; pass what state_dict() returned; nothing was loaded")
+        if "_growth_tracker" in state:
+            raise CheckpointError(
+                "expected the result of state_dict(), got the state of a torch.amp.GradScaler; nothing was loaded. "
+                "docs/howto/grad_scaler.md shows how to load it: pass {'loss_scaler0': {'loss_scale': state['scale'], "
+                "'unskipped': state['_growth_tracker']}}"
+            )
+        # Earlier models may just live on: their scalers are in no checkpoint of the last call.
+        count = sum(str(key).startswith("loss_scaler") for key in state)
+        scalers = self.latest if count == len(self.latest) else self.all
+        names = [f"loss_scaler{i}" for i in range(len(scalers))]
+        missing = [name for name in names if name not in state]
+        for key in missing or sorted(str(key) for key in state if key not in {*names, "skipped_steps"}):
+            raise CheckpointError(
+                f"key {key!r} is {'missing' if missing else 'unknown'}; this run has the loss scalers "
+                f"{', '.join(names)}; nothing was loaded"
+            )
+        skipped = state.get("skipped_steps", 0)
+        if not is_count(skipped):
+            raise CheckpointError(
+                f"key 'skipped_steps': {skipped!r} is not a whole number of 0 or more; nothing was loaded"
+            )
+        for name, scaler in zip(names, scalers, strict=True):
+            scaler.check_state_dict(state[name], name)
+        for name, scaler in zip(names, scalers, strict=True):
+            scaler.load_state_dict(state[name])
+        return int(skipped)
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return optimizers or models as a list: one of them, or a list or tuple."""
+    return list(values) if isinstance(values, (list, tuple)) else [values]

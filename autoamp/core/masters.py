@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from autoamp.core.attach import AttachedMethod
-from autoamp.core.gradients import is_sharded, local_of, widened
-from autoamp.core.links import (
+from autoamp.core.attach import (
+    AttachedMethod,
     Link,
     check_shapes,
     copy_to_params,
@@ -38,6 +37,7 @@ from autoamp.core.links import (
     release_master,
     written_masters,
 )
+from autoamp.core.gradients import is_sharded, local_of, widened
 from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, several_processes, watch_wrappers
 from autoamp.tensors import HALF_DTYPES, without_grad
 

@@ -26,12 +26,11 @@ from autoamp.core.attach import named_params, stepped_params
 from autoamp.core.block import open_blocks
 from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, total_norm
 from autoamp.core.guard import StepGuard
-from autoamp.core.guarded_optimizers import GuardedOptimizers
 from autoamp.core.listeners import Cause
-from autoamp.core.loss_scale import StaticLossScaler
+from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
+from autoamp.core.optimizers import GuardedOptimizers
 from autoamp.core.ranks import several_processes
-from autoamp.core.skips import Skips, Step
-from autoamp.core.unread_flags import UnreadFlags
+from autoamp.core.steps import Skips, Step
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.tensors import iter_tensors
 from autoamp.torch_private import current_graph_task

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoamp.core.attach import stepped_params
 from autoamp.core.gradients import CheckedGrads, found_any, unscale_
-from autoamp.core.loss_scale import LossScaler
+from autoamp.core.loss_scale import LossScaler, Scale
 from autoamp.core.masters import MasterWeights
 from autoamp.core.ranks import (
     FoundInfReduction,
@@ -30,8 +30,7 @@ from autoamp.core.ranks import (
     several_processes,
     sync_group,
 )
-from autoamp.core.skips import Skips, Step, StepOwner
-from autoamp.core.unread_flags import Scale
+from autoamp.core.steps import Skips, Step, StepOwner
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64

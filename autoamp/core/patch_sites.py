@@ -23,12 +23,10 @@ from autoamp import torch_private
 from autoamp.core.patches import PatchSet, imitate, original_of, writing
 
 if TYPE_CHECKING:
-    from autoamp.core.auto_scale import AutoScale
-    from autoamp.core.autocast_regions import AutocastRegions
+    from autoamp.core.auto_scale import AutoScale, OptimizerSteps
     from autoamp.core.half_models import CastModels
-    from autoamp.core.module_calls import ModuleCalls
     from autoamp.core.nonfinite import NonFiniteSteps
-    from autoamp.core.optimizer_steps import OptimizerSteps
+    from autoamp.core.scope import AutocastRegions, ModuleCalls
 
 LATE_MODULES = (
     "torch.distributed.fsdp.sharded_grad_scaler",

@@ -1,37 +1,163 @@
 """From a policy to a replacement: what casts the arguments of a call, and what calls the original once.
 
 A replacement never writes to an argument, but for ``out=`` and the self of an in-place form. Ops of torch that need
-more than their policy says are in tables here.
+more than their policy says are in tables here. `Registry` holds policies for functions that no list names: decorators,
+and registrations by module and name.
+
+Some calls are torch's own until torch refuses their dtypes; then they are made once more, with other dtypes. So a call
+that torch takes costs one Python frame and gives the same bits as without autoamp. torch checks dtypes before it writes
+to an argument or draws a random number. A compiler does not run the call, so traced code decides by the dtypes alone.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.core.attention import build_attention, build_half_attention
-from autoamp.core.casts import CastArgs, CastState, cast_call
-from autoamp.core.compilers import traceable_method
-from autoamp.core.composites import COMPOSITES, build_composite, ops_named
-from autoamp.core.fallbacks import FALLBACKS, build_fallback, build_retry, build_traced_fallback
-from autoamp.core.flat_weights import RECURRENT_LAYERS
+from autoamp.core.casts import (
+    CASTABLE_DTYPES,
+    CastArgs,
+    CastState,
+    ThreadState,
+    TracedMode,
+    cast_call,
+    dtype_with_sparse,
+)
 from autoamp.core.inference import PACKED, build_packed
-from autoamp.core.patches import imitate, mark
-from autoamp.core.recurrent import build_recurrent
-from autoamp.core.rules import CastPolicy
-from autoamp.core.sigmoids import TAKE_PROBABILITIES, watch_sigmoids
-from autoamp.core.threads import ThreadState, TracedMode
-from autoamp.core.writes import build_inplace, build_mutating, into_out, mutation_of
-from autoamp.errors import BannedFunctionError, warn_user
-from autoamp.tensors import HALF_DTYPES, iter_tensors
+from autoamp.core.patches import check_writable, imitate, mark, traceable_method
+from autoamp.core.rules import CastPolicy, CastRule, RuleSource, did_you_mean
+from autoamp.core.special_calls import (
+    COMPOSITES,
+    RECURRENT_LAYERS,
+    TAKE_PROBABILITIES,
+    build_attention,
+    build_composite,
+    build_half_attention,
+    build_inplace,
+    build_mutating,
+    build_recurrent,
+    into_out,
+    mutation_of,
+    ops_named,
+    watch_sigmoids,
+)
+from autoamp.core.targets import Target, target_at
+from autoamp.errors import BannedFunctionError, ListFileError, PatchError, TargetError, warn_user
+from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import is_any_autocast_enabled, start_no_graph, trace_instead, traced_in_place_of
+
+# Not every exception: torch ends a checkpoint's recomputation by one of its own.
+_REFUSALS = RuntimeError, TypeError, ValueError
+
+FALLBACKS = frozenset({CastPolicy.HALF_IF_MIXED, CastPolicy.FP32_IF_REFUSED})
+"""The policies of these calls."""
+
+Retry = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function with the arguments in other dtypes; NotImplemented where their dtypes give no reason to."""
+
+
+def build_retry(policy: CastPolicy, original: Any, functional: Any) -> Retry:
+    """Build what makes a call again.
+
+    Args:
+        policy: One of `FALLBACKS`.
+        original: What is called. What it writes to, as an in-place form or with ``out=``, keeps its dtype.
+        functional: For an in-place form the out-of-place function that computes the same.
+    """
+    name = getattr(original, "__name__", "")
+    writes_first = functional is not None or name == "__setitem__" or (name[-1:] == "_" and name[-2:] != "__")
+    to_half = policy is CastPolicy.HALF_IF_MIXED
+
+    def retry(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [one for one in iter_tensors((args, kwargs)) if one.dtype in CASTABLE_DTYPES]
+        target = _half_of(tensors)
+        if target is None or (to_half and all(one.dtype is target for one in tensors)):
+            return NotImplemented
+        written: Any = args[0] if writes_first and args else kwargs.get("out")
+        if not to_half:
+            target = torch.float32
+        elif isinstance(written, Tensor):
+            target = written.dtype
+        elif any(one.layout not in CASTABLE_LAYOUTS for one in tensors):
+            target = dtype_with_sparse(tensors, target)
+        new_args, new_kwargs = map_tensors(
+            (args, {key: value for key, value in kwargs.items() if key != "out"}),
+            lambda one: one.to(target) if one.dtype in CASTABLE_DTYPES and one is not written else one,
+        )
+        if not to_half and writes_first:
+            return written.copy_(functional(new_args[0].to(target), *new_args[1:], **new_kwargs))
+        return call(*new_args, **new_kwargs, **({"out": kwargs["out"]} if "out" in kwargs else {}))
+
+    return retry
+
+
+def _half_of(tensors: list[Tensor]) -> torch.dtype | None:
+    """Return the half dtype among tensors; None where there is none, or both are."""
+    found: torch.dtype | None = None
+    for one in tensors:
+        if one.dtype is not torch.float32:
+            if found is not None and found is not one.dtype:
+                return None
+            found = one.dtype
+    return found
+
+
+def build_fallback(call: Callable[..., Any], retry: Retry, casts: CastState, active: Any) -> Callable[..., Any]:
+    """Build the replacement of a function under one of `FALLBACKS`.
+
+    Args:
+        call: What it calls first.
+        retry: Makes a call that torch has refused again.
+        casts: The casts of the handle.
+        active: What `ThreadMode.on` is where the rule acts.
+    """
+    local, compiling = casts.local, torch.compiler.is_compiling
+    traced = build_traced_fallback(call, retry, local, active)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        try:
+            # Where torch.export traces, a refused call would stay in the graph.
+            return traced(*args, **kwargs) if compiling() else call(*args, **kwargs)
+        except _REFUSALS as refusal:
+            if local.mode.on is not active:
+                raise
+            try:
+                result = retry(call, args, kwargs)
+            except Exception as error:
+                # What is wrong beside the dtypes, such as a shape.
+                error.__suppress_context__ = True
+                casts.explain(error)
+                raise
+            if result is NotImplemented:
+                casts.explain(refusal)
+                raise
+            return result
+
+    return replacement
+
+
+def build_traced_fallback(
+    call: Callable[..., Any], retry: Retry, local: ThreadState | TracedMode, active: Any
+) -> Callable[..., Any]:
+    """Build what a compiler traces in place of `build_fallback`'s replacement. It decides by the dtypes alone."""
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        result = retry(call, args, kwargs) if local.mode.on == active else NotImplemented
+        return call(*args, **kwargs) if result is NotImplemented else result
+
+    return traced
+
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Torch's own, whatever stands in its place while replacements are built.
@@ -365,3 +491,112 @@ def _keeps_half(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     of_matrix = op in _OF_MATRICES and type(dim) is not int and args[0].dim() > 1
     return type(order) in _ORDER_TYPES and order in (_MATRIX_ORDERS if of_matrix else _ORDERS)
+
+
+# A decorator returns what it was given: its parameters, overloads and descriptors stay known to type checkers.
+_Function = TypeVar("_Function", bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any]")
+
+
+class _Decorated:
+    """A decorated function, and ``current``, what a call of it runs.
+
+    That is the replacement for the handle that was activated last. It passes calls through while that handle is not
+    active.
+    """
+
+    def __init__(self, function: Any, policy: CastPolicy) -> None:
+        self._function = function
+        self._policy = policy
+        self.current = function
+
+    def build(self, casts: CastState) -> None:
+        function = self._function
+        name = getattr(function, "__qualname__", type(function).__name__)
+        self.current = build_replacement(function, self._policy, casts, module=str(function.__module__), qualname=name)
+
+
+def check_decorated(function: Any, decorator: str) -> None:
+    """Raise TypeError for what no decorator can take: a class, or a function that runs later, as a generator does."""
+    if not callable(function):
+        raise TypeError(f"{function!r} is not callable; a {decorator} decorator takes a function")
+    if isinstance(function, type):
+        raise TypeError(f"{function.__name__} is a class; decorate its method, such as forward")
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(f"{function!r} runs after the call has returned; decorate the functions that it calls")
+
+
+class Registry:
+    """The decorated functions and the registrations of this process. They outlast handles.
+
+    Args:
+        lock: Held while handles come and go.
+
+    Attributes:
+        rules: The registrations, by the ``id`` of the module and the name in it.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._decorated: weakref.WeakSet[_Decorated] = weakref.WeakSet()
+        self._casts: CastState | None = None
+        self.rules: dict[tuple[int, str], tuple[Any, CastRule]] = {}
+
+    def decorate(self, function: _Function, policy: CastPolicy) -> _Function:
+        """Wrap a function so that each call follows the handle that is active then.
+
+        Args:
+            function: A function, builtin, bound method, callable object, staticmethod or classmethod.
+            policy: What happens to its arguments.
+
+        Raises:
+            TypeError: This is no function, or a class, generator function or coroutine function.
+        """
+        if isinstance(function, (staticmethod, classmethod)):
+            return type(function)(self.decorate(function.__func__, policy))
+        check_decorated(function, policy.value)
+        decorated = _Decorated(function, policy)
+        with self._lock:
+            self._decorated.add(decorated)
+            if self._casts is not None:
+                decorated.build(self._casts)
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return decorated.current(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    def use(self, casts: CastState) -> None:
+        """Let all decorated functions follow a handle's casts from now on."""
+        self._casts = casts
+        for decorated in list(self._decorated):
+            decorated.build(casts)
+
+    def add(self, module: Any, name: str, policy: CastPolicy) -> Target:
+        """Register ``module.name``, in place of an earlier registration of the same.
+
+        Raises:
+            TargetError: There is no such name, or it is nothing that can be patched.
+        """
+        where = getattr(module, "__name__", type(module).__name__)
+        if not isinstance(name, str) or not hasattr(module, name):
+            raise TargetError(f"no function named {name!r} in {where!r}; {did_you_mean(name, dir(module))}")
+        rule = CastRule(f"{where}.{name}", policy, RuleSource(f"register_{policy.value}_function", None, False))
+        try:
+            target = target_at(module, name, rule)
+            check_writable(target.parent, target.attribute)
+        except (ListFileError, PatchError) as error:
+            raise TargetError(f"{rule.target!r} cannot be registered: {error}") from error
+        self.rules.pop((id(module), name), None)
+        self.rules[id(module), name] = (module, rule)
+        return target
+
+    def targets(self) -> tuple[Target, ...]:
+        """Return what is registered, in order, but for names that are gone: those are warned of."""
+        found = []
+        for (_, name), (module, rule) in self.rules.items():
+            try:
+                found.append(target_at(module, name, rule))
+            except (ListFileError, AttributeError) as error:
+                warn_user(f"the registration of {rule.target!r} has no effect: {error}")
+        return tuple(found)

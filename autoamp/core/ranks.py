@@ -23,7 +23,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.core.gradients import grouped_by_kind, is_sharded, local_of, total_norm
-from autoamp.core.hooks import listen
+from autoamp.core.patches import listen
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES
 

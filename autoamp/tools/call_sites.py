@@ -32,9 +32,8 @@ _AUTOAMP = __name__.partition(".")[0]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 # Files of core that scale losses and step optimizers.
 SCALING_FILES = (
-    "attach auto_scale backward_pass block current_step gradient_hooks gradients guard guarded_optimizers links "
-    "loss_scale loss_scalers masters nonfinite optimizer_steps overflow_checks rank_consistency ranks scaled_backward "
-    "setting_warnings skips unread_flags"
+    "attach auto_scale backward_pass block gradients guard loss_scale masters nonfinite optimizers overflow_checks ranks "
+    "steps"
 )
 _CORE = Path(__file__).parents[1] / "core"
 _SCALING = frozenset(os.path.join(_CORE, f"{name}.py") for name in SCALING_FILES.split())

@@ -18,12 +18,12 @@ STATE = {
     "apex/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
     "core/patches.py _waiting": "wrapt's import hooks cannot be taken back, so a module gets one for all handles",
     "core/patches.py writing": "patches are written to objects that all threads share",
-    "core/active.py handles": "a process has one torch, so one handle patches it",
-    "core/active.py activated": "packages above hear of handles that are not made yet",
-    "core/runtime.py suspended": "as activated",
+    "core/api.py handles": "a process has one torch, so one handle patches it",
+    "core/api.py activated": "packages above hear of handles that are not made yet",
+    "core/handle.py suspended": "as activated",
     "core/ranks.py _made": "a process group is a collective to make, and lives as long as the process",
     "core/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
-    "core/links.py _links": "a half parameter outlives the handle that gave it a master",
+    "core/attach.py _links": "a half parameter outlives the handle that gave it a master",
     "torch_private.py ASKED": "filled while the module is imported, and read by the tests",
     "torch_private.py MISSING": "as ASKED",
     "torch_private.py mkldnn": "stands for a module of torch; it has no state",
@@ -34,7 +34,7 @@ _IMMUTABLE = {"MultiTensorApply", "ParamSpec", "Rule", "TypeVar", "_Unnamed"}
 PATCHES = {
     "core/patched_torch.py": "by the lists",
     "core/patch_sites.py": "beside the lists: one table of sites",
-    "core/hooks.py": "the one function of torch that is heard without a handle too",
+    "core/patches.py": "the one function of torch that is heard without a handle too",
     "apex/fastai1": "modules of fastai v1, and nothing of torch",
 }
 
@@ -86,7 +86,7 @@ def test_only_patching_writes_to_torch() -> None:
 def test_only_two_files_register_global_hooks() -> None:
     registers = re.compile(r"\bregister_(optimizer_step|module)_\w+")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if registers.search(TEXTS[path])}
-    assert found == {"core/hooks.py", "core/patch_sites.py"}
+    assert found == {"core/patches.py", "core/patch_sites.py"}
 
 
 def test_each_set_of_patches_has_its_reason() -> None:

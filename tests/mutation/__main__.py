@@ -92,19 +92,17 @@ TESTS = {
         "tests/property/test_steps.py",
     ],
 }
-# The files of each part. `flat_weights` runs on CUDA alone, where `python -m tests.null_cuda` looks at it.
+# The files of each part.
 FILES = {
-    "rules": "list_files loader rules",
-    "patching": "compilers names patches",
-    "casting": "cache casts threads",
-    "ops": "attention autocast_regions autocast_state composites fallbacks policies recurrent sigmoids targets "
-    "unlisted writes",
-    "scaling": "gradients loss_scale unread_flags",
-    "stepping": "attach block current_step guard guarded_optimizers links loss_scalers masters nonfinite "
-    "optimizer_steps overflow_checks scaled_backward setting_warnings skips",
+    "rules": "loader rules",
+    "patching": "patches",
+    "casting": "casts",
+    "ops": "patched_torch policies scope special_calls targets",
+    "scaling": "gradients loss_scale",
+    "stepping": "attach block guard masters nonfinite optimizers overflow_checks steps",
     # Tests with several ranks take long.
-    "ranks": "rank_consistency ranks",
-    "auto_scaling": "auto_scale backward_pass gradient_hooks",
+    "ranks": "ranks",
+    "auto_scaling": "auto_scale backward_pass",
 }
 # What these do to numbers and strings that are compared depends on which objects Python shares. And what is compared by
 # identity (None, classes, functions, dtypes, layouts) is equal to itself alone.

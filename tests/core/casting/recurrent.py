@@ -41,7 +41,7 @@ def pretend_cudnn(monkeypatch: pytest.MonkeyPatch, takes: bool = True) -> None:
     LAYOUTS.clear()
     flat_layout.cache_clear()
     monkeypatch.setattr(torch, "cudnn_is_acceptable", lambda _: takes)
-    monkeypatch.setattr("autoamp.core.flat_weights.lay_out", lay_out)
+    monkeypatch.setattr("autoamp.core.special_calls.lay_out", lay_out)
 
 
 def in_one_tensor(weights: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.core import CastState
-from autoamp.core.attention import build_attention
+from autoamp.core.special_calls import build_attention
 
 
 class Attentions(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import autoamp
 from autoamp.core import CastState
-from autoamp.core.composites import COMPOSITES, build_composite
+from autoamp.core.special_calls import COMPOSITES, build_composite
 
 HALVES = torch.float16, torch.bfloat16
 

@@ -11,7 +11,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 import autoamp
 from autoamp.core import RECURRENT_LAYERS, CastState
-from autoamp.core.recurrent import build_recurrent
+from autoamp.core.special_calls import build_recurrent
 from tests.core.casting.recurrent import LAYOUTS, MODELS, in_one_tensor, pretend_cudnn
 
 

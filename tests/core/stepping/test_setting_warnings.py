@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import optimizers
-from autoamp.core.setting_warnings import UnderflowWatch, check_half_model, check_half_norms
+from autoamp.core.steps import UnderflowWatch, check_half_model, check_half_norms
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": []}
 

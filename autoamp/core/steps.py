@@ -1,0 +1,472 @@
+"""What became of a step: its losses, how many steps an optimizer took, which were skips, and warnings beside them.
+
+Where the optimizer gets the flag of an overflow on its device, a step is counted before the host knows whether it was a
+skip. Reading the number of skips waits for the device. By the losses that make its gradients a step that no loss scale
+checks is judged too. Warned of are settings with which training would go on and silently go wrong, losses that nobody
+scales, and buffers that a skipped step leaves with inf or nan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, SupportsFloat, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from autoamp.core.attach import living_optimizers_and_modules
+from autoamp.core.casts import CastState
+from autoamp.core.gradients import local_of
+from autoamp.core.listeners import Listeners
+from autoamp.core.loss_scale import LossScaler, UnreadFlags
+from autoamp.core.ranks import RequestedGroup
+from autoamp.errors import warn_user
+from autoamp.tensors import HALF_DTYPES, compacted
+from autoamp.torch_private import MODULES_OF_NORMS, has_modes, undisturbed
+
+logger = logging.getLogger(__name__)
+
+# Of an optimizer whose losses nobody scales these steps are looked at, each of which waits for the device.
+_STEPS = frozenset({1, 10, 100, 1000})
+
+
+def warn_without_gradients(name: str, params: Iterable[Tensor]) -> None:
+    """Warn that no parameter of the optimizer of this name has a gradient after its block, and say why."""
+    if any(param.requires_grad for param in params):
+        cause = (
+            "was scaled_loss.backward() not called in the block, or does the optimizer hold other parameters than the "
+            "model that made the loss (it was built for a copy, or before the model was replaced or sharded)?"
+        )
+    else:
+        cause = "all of them are frozen (requires_grad=False)"
+    warn_user(f"no parameter of {name} has a gradient after scale_loss: {cause}")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Warn of an ``eps`` that is 0 in the parameters' half dtype.
+
+    Only for optimizers that step half parameters themselves: fp32 masters have no such problem, and for arithmetic in
+    fp32 eps is not 0.
+    """
+    if getattr(optimizer, "master_weights", False) or getattr(optimizer, "computes_in_fp32", False):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        eps = group.get("eps")
+        for dtype in HALF_DTYPES if isinstance(eps, float) and eps > 0 else ():
+            if any(param.dtype is dtype for param in group["params"]) and not torch.tensor(eps, dtype=dtype):
+                info = torch.finfo(dtype)
+                # Subnormal numbers included: 2**-24 in fp16 and 2**-133 in bf16.
+                smallest = info.smallest_normal * info.eps
+                warn_user(
+                    f"{type(optimizer).__name__}.param_groups[{index}]: eps={eps:g} is 0 in {dtype}, so a division by "
+                    f"it gives inf; the smallest that survives is {smallest:.3g}. Set eps to that or "
+                    "more, or step fp32 master weights (opt_level='O2')"
+                )
+
+
+def check_half_norms(models: Iterable[Module]) -> None:
+    """Warn of norms with running statistics that are in half precision."""
+    for model in models:
+        for name, module in model.named_modules():
+            buffer = getattr(module, "running_var", None)
+            if isinstance(module, MODULES_OF_NORMS) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
+                warn_user(
+                    f"{type(module).__name__} {name!r} keeps its running statistics in {buffer.dtype}, where the "
+                    "running variance overflows or stops moving; pass keep_batchnorm_fp32=True"
+                )
+                return
+
+
+def check_half_model(models: Iterable[Module], level: str, *, masters: bool) -> None:
+    """Warn of parameters that are in half precision before `initialize` has cast anything.
+
+    Args:
+        models: Those that it was given.
+        level: The opt level.
+        masters: Whether fp32 masters are made of them, which then begin with rounded values.
+    """
+    then = "makes its fp32 master of the rounded values" if masters else "steps it in half precision"
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.dtype in HALF_DTYPES:
+                warn_user(
+                    f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
+                    f"are lost, and opt_level={level!r} {then}. Give initialize() the model in fp32, without .half() "
+                    "or .bfloat16()"
+                )
+                return
+
+
+class UnderflowWatch:
+    """Warns once of fp16 gradients that vanish, as nobody scales the loss. For optimizers without a loss scale."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._said = False
+
+    def look(self, optimizer: Any, params: Iterable[Tensor]) -> None:
+        """Look at the gradients that an optimizer is about to step by, at some of its steps."""
+        if self._said:
+            return
+        step = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if step not in _STEPS:
+            return
+        found = _share_that_vanishes(params)
+        if found is not None:
+            self._said = True
+            name = type(optimizer).__name__
+            warn_user(
+                f"{found:.0%} of {name}'s gradients underflow in fp16 (0, or below "
+                f"{torch.finfo(torch.float16).tiny:.2g}), and the loss is not scaled. Scale it with "
+                "`with handle.scale_loss(loss, optimizer) as scaled_loss`, call handle.auto_scale(), or use bf16"
+            )
+
+
+def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
+    """Return the part of all gradients that fp16 does not hold in full, where it is most of those that are not 0."""
+    least = torch.finfo(torch.float16).tiny
+    grads = [param.grad for param in params if param.grad is not None]
+    dense = [grad.detach() for grad in grads if grad.layout is torch.strided and grad.is_floating_point()]
+    if not dense:
+        return None
+    held = torch.stack([(~(grad.abs() < least)).sum().cpu() for grad in dense]).sum().item()
+    some = torch.stack([(grad != 0).sum().cpu() for grad in dense]).sum().item()
+    every = sum(grad.numel() for grad in dense)
+    return None if held * 2 >= some > 0 or not every else 1 - held / every
+
+
+class BufferWatch:
+    """Tells once of buffers, such as running statistics, in which the batch of a skipped step has left inf or nan.
+
+    A skipped step leaves parameters as they were. Buffers were written in the forward pass, before anybody knew.
+    """
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def look(self) -> None:
+        """Look at the buffers of all modules that live and train. Called at a skip; waits for the device."""
+        if self._said:
+            return
+        _, modules = living_optimizers_and_modules()
+        found = {module: names for module in modules if (names := _nonfinite_buffers(module))}
+        if not found:
+            return
+        self._said = True
+        paths = _paths(modules, found)
+        shown = [f"{paths[module]}.{name}" for module, names in found.items() for name in names]
+        more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
+        logger.warning(
+            "a skipped step has left inf or nan in buffers: %s%s. A skip keeps parameters as they were, but forward "
+            "has written these buffers, and model.eval() gives inf or nan by them. Call reset_running_stats() on the "
+            "modules, or load an earlier checkpoint. If the batch is finite in fp32, run the layers before them in "
+            "fp32, by a path under [modules] of a list or by handle.override(module, 'fp32')",
+            ", ".join(shown[:4]), more,
+        )  # fmt: skip
+
+
+def _nonfinite_buffers(module: Module) -> list[str]:
+    """Return the names of a module's own buffers in which a forward pass has left inf or nan, as far as one can tell.
+
+    A buffer of another module than a norm may be made with inf, as a mask of attention is, so nan alone counts there.
+    """
+    found: list[str] = []
+    # A module that is half built answers nothing, and a lazy one has no values.
+    with contextlib.suppress(Exception):
+        for name, buffer in module.named_buffers(recurse=False) if module.training else ():
+            if buffer.is_floating_point():
+                is_statistic = isinstance(module, MODULES_OF_NORMS) or name.startswith("running_")
+                is_bad = ~buffer.isfinite() if is_statistic else buffer.isnan()
+                found += [name] if bool(is_bad.any()) else []
+    return found
+
+
+def _paths(modules: Iterable[Module], wanted: Iterable[Module]) -> dict[Module, str]:
+    """Return the path of each wanted module from the outermost one that has it."""
+    paths = {module: type(module).__name__ for module in wanted}
+    for outer in modules:
+        with contextlib.suppress(Exception):
+            for name, module in outer.named_modules():
+                whole = f"{type(outer).__name__}.{name}"
+                if name and module in paths and whole.count(".") > paths[module].count("."):
+                    paths[module] = whole
+    return paths
+
+
+_MAX_LOSSES = 256
+
+
+class CurrentStep:
+    """What is known of a step until the next one begins.
+
+    Args:
+        listeners: Hear of losses, of the call of an optimizer, and of the end of a step.
+
+    Attributes:
+        losses: The losses of one element since the last step, the first 256, without their graph.
+        unscaled: Those that no loss scale multiplies.
+        waiting: The number of losses that were scaled and whose backward pass has not begun.
+        refuses: Tells of an optimizer and its guard, or None, whether a step by unchecked gradients is to be skipped.
+        after: Called when a step was taken or skipped.
+        reads_flags: Whether the host is to learn at once what becomes of the step.
+    """
+
+    def __init__(self, listeners: Listeners) -> None:
+        self.losses: list[Tensor] = []
+        self.unscaled: list[Tensor] = []
+        self.waiting = 0
+        self.reads_flags = False
+        self.refuses: Callable[[Any, Any], bool] = lambda optimizer, guard: False
+        self.after: Callable[[], object] = lambda: None
+        self._listeners = listeners
+        # Other optimizers may step by the same losses until the next one comes.
+        self._ended = False
+
+    def scale(self, loss: Tensor, scale: SupportsFloat) -> None:
+        """Take note of a loss that is multiplied by a scale, and whose backward pass is yet to begin."""
+        self.note(loss, scale)
+        self.waiting += 1
+
+    def note(self, loss: Tensor, scale: SupportsFloat) -> None:
+        """Take note of a loss before its backward pass.
+
+        Args:
+            loss: The loss before it is multiplied.
+            scale: The scale, which may be known to the device alone; 1.0 for a loss that nobody scales.
+        """
+        if self._ended:
+            self.losses, self.unscaled, self.waiting, self._ended = [], [], 0, False
+        if loss.numel() == 1 and len(self.losses) < _MAX_LOSSES:
+            with undisturbed() if has_modes() else contextlib.nullcontext():
+                value = compacted(loss.detach())
+            self.losses.append(value)
+            if type(scale) is float and scale == 1.0:
+                self.unscaled.append(value)
+        for scaled in self._listeners.loss_scaled:
+            scaled(loss, scale)
+
+    def begin(self) -> None:
+        """Take note that an optimizer is called."""
+        self._ended, self.reads_flags = True, False
+        for begun in self._listeners.step_begun:
+            self.reads_flags |= begun()
+
+    def end(self, step: Any) -> None:
+        """Take note that a step was taken or skipped, as its `autoamp.core.Step` tells."""
+        self.after()
+        for ended in self._listeners.step_ended:
+            ended(step)
+
+    @property
+    def loss_is_nonfinite(self) -> bool:
+        """Whether a loss itself held inf or nan. Waits for the device."""
+        with undisturbed():
+            return any(not bool(local_of(loss).isfinite().all()) for loss in self.losses)
+
+
+# The class of the guards, which a file above this one has.
+Guard = TypeVar("Guard")
+
+
+class StepOwner(Generic[Guard]):
+    """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
+
+    listeners = Listeners()
+    """What looks on."""
+
+    current = CurrentStep(listeners)
+    """The step at hand."""
+
+    casts: CastState | None = None
+    """What casts for the program: off while the optimizer steps, and on in a closure."""
+
+    undoes_steps = False
+    """Whether a step that meets inf or nan in a later evaluation of its closure is undone."""
+
+    max_consecutive_skips = 50
+    """So many skips of one optimizer in a row are an error."""
+
+    def __init__(self) -> None:
+        self.step_stats = StepCounts(lambda: None)
+
+    @property
+    def scalers(self) -> Sequence[LossScaler]:
+        """All loss scalers, in the same order on all ranks."""
+        return ()
+
+    def requested_group(self, optimizer: Any) -> RequestedGroup | None:
+        """Return the process group over which the program wants steps to be agreed on, if it asked for one."""
+        return None
+
+    def refuse_scaled(self, guard: Guard) -> None:
+        """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
+
+    def step_begins(self, guard: Guard) -> None:
+        """Called at each step, before it is taken or skipped."""
+
+
+class Step:
+    """The record of one call of ``optimizer.step()``, of any optimizer, until its next one.
+
+    Attributes:
+        skipped_by: What skipped it, as far as the host knows: a loss scaler, whose gradients overflowed, or the name of
+            a rule. None for a step that was taken, or that still runs.
+        scale: The loss scale of a skip; nan where it is not known.
+        is_late: Whether others may have been taken before the host knew what became of it.
+        explanation: What explains a skip; None if diagnostics did not record it.
+        unread: Tells of this step or of those before it, if a guard left the flag of an overflow on the device.
+        flag: Not 0 for a skip, if the program's own scaler left it to the optimizer.
+    """
+
+    __slots__ = ("explanation", "flag", "is_late", "scale", "skipped_by", "unread")
+
+    def __init__(self) -> None:
+        self.skipped_by: LossScaler | str | None = None
+        self.scale = 1.0
+        self.is_late = False
+        self.explanation: Any = None
+        self.unread: UnreadFlags | None = None
+        self.flag: Tensor | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped; False while it runs. Waits for the device where that alone knows."""
+        if self.unread is not None:
+            self.unread.catch_up()
+        if self.skipped_by is None and self.flag is not None:
+            self.skipped_by = "torch.amp.GradScaler" if self.flag else None
+            self.flag = None
+        return self.skipped_by is not None
+
+
+class Skips:
+    """How many steps one optimizer took, and which were skips. Reading them waits for flags on the device.
+
+    It refers to nothing of the optimizer, so that flags that are still on their way keep no weights alive.
+
+    Args:
+        name: Of the optimizer, for the log.
+        owner: Returns what hears of each skip.
+
+    Attributes:
+        steps: How many times ``step()`` was called, skips included.
+        total: How many of these are known to be skips.
+        in_a_row: How many are known to be skips since the last step that is known to be taken.
+        step: The last of these calls.
+        name: As given.
+        owner: As given.
+        has_held: Whether any step was taken: at its scale gradients did not overflow.
+    """
+
+    def __init__(self, name: str, owner: Callable[[], StepOwner[Any]]) -> None:
+        self.steps = self.total = self.in_a_row = 0
+        self.step = Step()
+        self.owner = owner
+        self.name = name
+        self.has_held = False
+
+    def begin(self) -> Step:
+        """Begin the record of another step."""
+        self.steps += 1
+        before, self.step = self.step, Step()
+        self.step.unread = before.unread
+        return self.step
+
+    def catch_up(self) -> None:
+        """Learn what became of the last steps where that is on the device still; waits for it."""
+        if self.step.unread is not None:
+            self.step.unread.catch_up()
+
+    def end(self, step: Step, skipped_by: LossScaler | None = None, scale: float = 1.0, *, late: bool = False) -> None:
+        """Count a step, and tell those who are to hear of it.
+
+        Args:
+            step: The last one, or with ``late`` one before.
+            skipped_by: The scaler of a skip; None for a step that was taken.
+            scale: The one that was too high.
+            late: Whether others may have been taken since.
+        """
+        self.catch_up()
+        step.unread, step.is_late = None, late
+        owner = self.owner()
+        if skipped_by is None:
+            self.in_a_row, self.has_held = 0, True
+            for taken in owner.listeners.step_taken:
+                taken(self, step)
+            return
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        step.skipped_by, step.scale = skipped_by, scale
+        owner.step_stats.add_skip()
+        for skipped in owner.listeners.step_skipped:
+            step.explanation = skipped(self, step) or step.explanation
+        if self.total & (self.total - 1) == 0:
+            logger.warning(
+                "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
+                self.name, scale, skipped_by.loss_scale, self.total, self.in_a_row,
+            )  # fmt: skip
+
+
+class StepCounts:
+    """How many steps the optimizers of a handle took, of all together.
+
+    Args:
+        catch_up: Lets the handle's loss scalers hear of steps of which only the device knows whether they were skips.
+
+    Attributes:
+        steps: Steps of guarded optimizers, skips and those of `FP16_Optimizer` included.
+        plain: Steps of optimizers without a guard.
+        own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
+        own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
+        last: The last step of any optimizer.
+    """
+
+    def __init__(self, catch_up: Callable[[], None]) -> None:
+        self.steps = self.plain = 0
+        self.own: list[LossScaler] = []
+        self.own_scale: SupportsFloat | None = None
+        self.last = Step()
+        self._catch_up, self._buffers = catch_up, BufferWatch()
+        self._skipped = 0
+
+    @property
+    def all(self) -> int:
+        """How many steps there were, skips included."""
+        return self.steps + self.plain
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped. Waits for the device where only that knows."""
+        self._catch_up()
+        for scaler in self.own:
+            scaler.unread.catch_up()
+        return self._skipped
+
+    def loss_scale(self, ours: float) -> float:
+        """Return the scale that losses have: that of the program's own scaler, if it has one, else ours."""
+        if self.own:
+            return self.own[-1].loss_scale
+        return ours if self.own_scale is None else float(self.own_scale)
+
+    def step_begins(self, step: Step) -> None:
+        """Count a step of a guarded optimizer."""
+        self.steps += 1
+        self.last = step
+
+    def add_own(self, scaler: LossScaler) -> None:
+        """Take note of the scaler of an `FP16_Optimizer`."""
+        if scaler not in self.own:
+            self.own.append(scaler)
+
+    def add_skip(self) -> None:
+        """Count a skip, and tell once of buffers in which skipped steps have left inf or nan."""
+        self._skipped += 1
+        self._buffers.look()
+
+    def reset(self, steps: int = 0, skipped: int = 0) -> None:
+        """Count steps and skips from these numbers on."""
+        self._catch_up()
+        self.steps, self._skipped = steps, skipped
