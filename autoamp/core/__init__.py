@@ -118,6 +118,7 @@ from autoamp.core.scope import ModuleCasts as ModuleCasts
 from autoamp.core.setting_warnings import check_half_model as check_half_model
 from autoamp.core.setting_warnings import check_half_norms as check_half_norms
 from autoamp.core.settings import OnNonfinite as OnNonfinite
+from autoamp.core.settings import Scope as Scope
 from autoamp.core.settings import Settings as Settings
 from autoamp.core.settings import check_device as check_device
 from autoamp.core.settings import device_type_of as device_type_of

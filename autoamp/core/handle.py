@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from autoamp.core.settings import Settings
 from autoamp.errors import UsageError, kind_of
 from autoamp.kernels import Backend, backend
 
+_Model = TypeVar("_Model", bound=Module)
 Precision = Literal["fp32", "fp16", "half", "none"]
 """What `override` runs a module in."""
 
@@ -122,7 +123,7 @@ class BaseHandle:
         return self._runtime.casts.switched(False, forced_off=True)
 
     @contextlib.contextmanager
-    def inference(self, model: Module) -> Iterator[Module]:
+    def inference(self, model: _Model) -> Iterator[_Model]:
         """Keep the casts of a model's weights inside a ``with`` statement. Do not change the weights meanwhile.
 
         If gradients are not recorded, each parameter is cast once, at its first use. On a CPU with bf16 units the cast
