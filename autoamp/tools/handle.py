@@ -6,28 +6,12 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import Any
 
-import torch
 from torch.nn import Module
 
-from autoamp import core
 from autoamp.core import BaseHandle as CoreHandle
-from autoamp.core import (
-    GuardedOptimizers,
-    Listeners,
-    Looks,
-    LossScaler,
-    OnNonfinite,
-    Runtime,
-    Scope,
-    Step,
-    handles,
-    is_count,
-    listen,
-    runtime_of,
-)
+from autoamp.core import GuardedOptimizers, Listeners, Looks, Runtime, Step, handles, is_count, listen, runtime_of
 from autoamp.core import Handle as EnabledHandle
 from autoamp.core import NoOpHandle as DisabledHandle
 from autoamp.errors import UsageError, kind_of
@@ -419,54 +403,3 @@ def diagnostics_of(handle: CoreHandle) -> Diagnostics:
 def compose() -> None:
     """Let all handles that are made from now on look on."""
     handles.enabled, handles.disabled = Handle, NoOpHandle
-
-
-class ByName(TypedDict, total=False):
-    """The arguments of `init` that are given by name alone."""
-
-    lists: Any
-    device_type: str | None
-    dtype: torch.dtype | Literal["fp16", "float16", "bf16", "bfloat16"] | None
-    rebind: bool
-    scope: Scope
-    trace_overflow: bool
-    capsule: str | Path | None
-    on_nonfinite: OnNonfinite
-
-
-if TYPE_CHECKING:
-    # What runs are the core's functions, which return these handles once they are composed. On a device without half
-    # units `init()` returns a NoOpHandle, which has the same members as a Handle.
-    Scale: TypeAlias = float | Literal["dynamic"] | LossScaler | None
-
-    @overload
-    def init(
-        enabled: Literal[True] = True, loss_scale: Scale = None, enable_caching: bool = True, verbose: bool = False,
-        allow_banned: bool = True, **by_name: Unpack[ByName],
-    ) -> Handle: ...  # fmt: skip
-    @overload
-    def init(
-        enabled: Literal[False], loss_scale: Scale = None, enable_caching: bool = True, verbose: bool = False,
-        allow_banned: bool = True, **by_name: Unpack[ByName],
-    ) -> NoOpHandle: ...  # fmt: skip
-    @overload
-    def init(
-        enabled: bool, loss_scale: Scale = None, enable_caching: bool = True, verbose: bool = False,
-        allow_banned: bool = True, **by_name: Unpack[ByName],
-    ) -> BaseHandle: ...  # fmt: skip
-    def init(*args: Any, **kwargs: Any) -> Any:
-        """Patch torch by the cast lists and return the handle that scales losses."""
-
-    def region(
-        enabled: bool = True, loss_scale: Scale = None, *, enable_caching: bool = True, verbose: bool = False,
-        allow_banned: bool = True, **by_name: Unpack[ByName],
-    ) -> core.Region[BaseHandle]:  # fmt: skip
-        """Patch torch inside a ``with`` statement only."""
-
-    def current_handle() -> Handle | None:
-        """Return the active handle, None where torch is not patched."""
-
-else:
-    from autoamp.core import current_handle as current_handle
-    from autoamp.core import init as init
-    from autoamp.core import region as region

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoamp import core
-from autoamp.tools.handle import ByName
+from autoamp.tools.typed import ByName
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs.py"
