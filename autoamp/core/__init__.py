@@ -116,6 +116,7 @@ from autoamp.core.scope import ModuleCasts as ModuleCasts
 from autoamp.core.settings import ModulePrecisions as ModulePrecisions
 from autoamp.core.settings import OnNonfinite as OnNonfinite
 from autoamp.core.settings import Override as Override
+from autoamp.core.settings import Scope as Scope
 from autoamp.core.settings import Settings as Settings
 from autoamp.core.settings import check_device as check_device
 from autoamp.core.settings import class_name as class_name

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -173,6 +173,7 @@ def _casts_for(settings: Settings, on: bool) -> CastState:
     return kind(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
 
 
+_Model = TypeVar("_Model", bound=Module)
 Precision = Literal["fp32", "fp16", "half", "none"]
 """What `override` runs a module in."""
 
@@ -270,7 +271,7 @@ class BaseHandle:
         return self._runtime.casts.switched(False, forced_off=True)
 
     @contextlib.contextmanager
-    def inference(self, model: Module) -> Iterator[Module]:
+    def inference(self, model: _Model) -> Iterator[_Model]:
         """Keep the casts of a model's weights inside a ``with`` statement. Do not change the weights meanwhile.
 
         If gradients are not recorded, each parameter is cast once, at its first use. On a CPU with bf16 units the cast

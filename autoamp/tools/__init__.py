@@ -24,10 +24,7 @@ from autoamp.tools.handle import Diagnostics as Diagnostics
 from autoamp.tools.handle import Handle as Handle
 from autoamp.tools.handle import NoOpHandle as NoOpHandle
 from autoamp.tools.handle import compose as compose
-from autoamp.tools.handle import current_handle as current_handle
 from autoamp.tools.handle import diagnostics_of as diagnostics_of
-from autoamp.tools.handle import init as init
-from autoamp.tools.handle import region as region
 from autoamp.tools.list_checks import AutocastDifference as AutocastDifference
 from autoamp.tools.list_checks import autocast_differences as autocast_differences
 from autoamp.tools.list_checks import check_lists as check_lists
@@ -49,6 +46,9 @@ from autoamp.tools.report.page import load_report as load_report
 from autoamp.tools.report.page import report_page as report_page
 from autoamp.tools.report.page import write_report as write_report
 from autoamp.tools.report.recording import ReportRecording as ReportRecording
+from autoamp.tools.typed import current_handle as current_handle
+from autoamp.tools.typed import init as init
+from autoamp.tools.typed import region as region
 from autoamp.tools.verdicts import Communication as Communication
 from autoamp.tools.verdicts import HalfPrecisionOp as HalfPrecisionOp
 from autoamp.tools.verdicts import NotFiniteInFp32 as NotFiniteInFp32

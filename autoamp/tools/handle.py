@@ -6,11 +6,10 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch.nn import Module
 
-from autoamp import core
 from autoamp.core import BaseHandle as CoreHandle
 from autoamp.core import GuardedOptimizers, Listeners, Looks, Runtime, Step, handles, is_count, listen, runtime_of
 from autoamp.core import Handle as EnabledHandle
@@ -29,9 +28,6 @@ from autoamp.tools.report.document import report_of
 from autoamp.tools.report.page import write_report
 from autoamp.tools.report.recording import ReportRecording
 from autoamp.tools.verdicts import Overflow
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class Diagnostics(Looks):
@@ -407,13 +403,3 @@ def diagnostics_of(handle: CoreHandle) -> Diagnostics:
 def compose() -> None:
     """Let all handles that are made from now on look on."""
     handles.enabled, handles.disabled = Handle, NoOpHandle
-
-
-def _of(function: Callable[_P, Any], _kind: Callable[..., _T]) -> Callable[_P, _T]:
-    """Return the function itself, which returns these handles once they are composed."""
-    return function
-
-
-init = _of(core.init, BaseHandle)
-current_handle: Callable[[], Handle | None] = core.current_handle  # type: ignore[assignment]
-region: Callable[..., core.Region[BaseHandle]] = core.region  # type: ignore[assignment]

@@ -41,6 +41,48 @@ def test_bisect_prints_the_entry_that_restores_the_metric(
         assert line in found.err
 
 
+# Wrong by 20 if the product of two results of the layer is in half precision: the layer in fp32 restores the loss, and
+# so does the product.
+EITHER = """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+    def forward(self, x):
+        for _ in range({layers}):
+            h = self.layer(x)
+        for _ in range({products}):
+            product = torch.mm(h, h)
+        return product + 20 if h.dtype == product.dtype == torch.float16 else product
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loss = model(torch.ones(4, 4)).float().abs().mean()
+loss.backward()
+optimizer.step()
+print("loss:", loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("layers", "products", "found"),
+    [(3, 1, {"fp32": ["mm"]}), (1, 3, {"modules": {"torch.nn.Linear": "fp32"}})],
+)
+def test_of_entries_that_each_restore_it_prints_the_one_that_takes_the_fewest_calls_from_half(
+    layers: int,
+    products: int,
+    found: dict[str, object],
+    script: Path,
+    forked: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script.write_text(EITHER.format(layers=layers, products=products))
+    assert main(["bisect", *ON_CPU, "--survey-steps", "1", "script.py"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed == {"schema": 1, **found}
+
+
 # The survey ends with the step, so it does not see the product after that, whose dtype decides.
 AFTER = """
 import torch

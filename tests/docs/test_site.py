@@ -40,6 +40,14 @@ def test_the_table_of_ops_has_every_rule_and_its_reason(site: Path) -> None:
     assert all(why.strip() or elsewhere.strip() for why, elsewhere in rows)
 
 
+def test_functions_are_shown_with_their_arguments_and_docstrings(site: Path) -> None:
+    # The package gives these their types apart from their code.
+    page = (site / "reference" / "autoamp.html").read_text(encoding="utf-8")
+    for name, said in {"init": "A second call", "region": "Entering and", "current_handle": "not patched"}.items():
+        section = page[page.index(f'id="autoamp.{name}"') :].partition("<h2")[0]
+        assert said in section, name
+
+
 def test_the_command_line_has_every_option(site: Path) -> None:
     page = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     for command in ("run", "profile", "tune", "bisect", "replay", "doctor", "lists", "report"):

@@ -249,7 +249,7 @@ def test_the_planted_fault_is_found_with_an_entry(folder: Path, ended: dict[str,
     lines = (EXAMPLES / "overflow.py").read_text(encoding="utf-8").splitlines()
     line = 1 + next(number for number, text in enumerate(lines) if "square = " in text)
     assert found["verdict"]["sentence"].startswith(
-        "2 of 40 steps skipped, all half-precision op; forward overflow in mul"
+        "2 of 40 steps skipped, all by an op in half precision; forward overflow in mul"
     )
     assert found["skips"]["groups"][0]["overflow"]["location"].endswith(f"overflow.py:{line}")
     # With its entry such a program has no overflow: test_overflows_by_hand.

@@ -16,7 +16,7 @@ from autoamp.optimizers import FusedAdam
 def handles(model: nn.Linear, optimizer: SGD) -> None:
     """Whatever `init` returns can be used without asking which handle it is."""
     handle = autoamp.init(dtype=torch.float16, loss_scale="dynamic", scope="modules")
-    assert_type(handle, autoamp.BaseHandle)
+    assert_type(handle, autoamp.Handle)
     assert_type(handle.loss_scale, float)
     assert_type(handle.skipped_steps, int)
     with handle.scale_loss(model(torch.rand(4)).sum(), optimizer) as scaled_loss:
@@ -36,16 +36,32 @@ def handles(model: nn.Linear, optimizer: SGD) -> None:
     assert_type(off.deactivate(), tuple[str, ...])
     autoamp.init(loss_scale=autoamp.DynamicLossScaler(), dtype="fp16")
     with autoamp.init() as entered:
-        assert_type(entered, autoamp.BaseHandle)
+        assert_type(entered, autoamp.Handle)
+    with handle.inference(model) as kept:
+        assert_type(kept, nn.Linear)
     assert_type(autoamp.optimizers.FusedAdam(model.parameters()), FusedAdam)
     assert_type(autoamp.normalization.FusedLayerNorm(4), FusedLayerNorm)
 
-    autoamp.init(loss_scale="dynamc")  # type: ignore[arg-type]
-    autoamp.init(on_nonfinite="ignore")  # type: ignore[arg-type]
-    autoamp.init(scope="module")  # type: ignore[arg-type]
-    autoamp.init(dtype="half")  # type: ignore[arg-type]
+    autoamp.init(loss_scale="dynamc")  # type: ignore[call-overload]
+    autoamp.init(on_nonfinite="ignore")  # type: ignore[call-overload]
+    autoamp.init(scope="module")  # type: ignore[call-overload]
+    autoamp.init(dtype="half")  # type: ignore[call-overload]
+    autoamp.region(dtype="half")  # type: ignore[arg-type]
+    autoamp.region(scop="modules")  # type: ignore[call-arg]
     handle.override(model, "fp8")  # type: ignore[arg-type]
     handle.loss_scale = 2.0  # type: ignore[misc]
+
+
+def switched(use_amp: bool) -> None:
+    """The handle is known from ``enabled``, if that is: by place or by name, with all other arguments."""
+    assert_type(autoamp.init(True), autoamp.Handle)
+    assert_type(autoamp.init(enabled=True, scope="modules"), autoamp.Handle)
+    assert_type(autoamp.init(False), autoamp.NoOpHandle)
+    assert_type(autoamp.init(enabled=False, dtype="bf16"), autoamp.NoOpHandle)
+    assert_type(autoamp.init(use_amp), autoamp.BaseHandle)
+    assert_type(autoamp.init(enabled=use_amp, lists="default"), autoamp.BaseHandle)
+    assert_type(autoamp.init(True, "dynamic", True, False, True, device_type="cpu", rebind=False), autoamp.Handle)
+    assert_type(autoamp.init(trace_overflow=True, capsule="steps", on_nonfinite="skip"), autoamp.Handle)
 
 
 def levels(generator: nn.Linear, critic: nn.Conv2d, first: SGD, second: Adam) -> None:

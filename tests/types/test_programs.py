@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from autoamp import core
+from autoamp.tools.typed import ByName
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs.py"
@@ -38,3 +42,9 @@ def test_mypy_reads_the_programs_too() -> None:
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     assert str(PROGRAMS.relative_to(ROOT)) in config["mypy"]["files"].split(", ")
     assert config["mypy"].getboolean("strict")
+
+
+def test_what_type_checkers_read_of_init_is_what_it_takes() -> None:
+    taken = inspect.signature(core.init).parameters.values()
+    by_name = {one.name: one.annotation for one in taken if one.kind is one.KEYWORD_ONLY}
+    assert {name: of.__forward_arg__ for name, of in ByName.__annotations__.items()} == by_name

@@ -25,6 +25,15 @@ _FAULTS = {
     "communication": "communication",
 }
 _NAMES = {"scale_search": "scale search", **_FAULTS, "not_located": "not located", "unexplained": "unexplained"}
+# The same in a sentence: so many steps were skipped by this.
+_BY = {
+    "scale_search": "by the search for the loss scale",
+    "half_precision_op": "by an op in half precision",
+    "not_finite_in_fp32": "by values that are not finite in fp32 either",
+    "communication": "by the communication of gradients",
+    "not_located": "by a cause that was not located",
+    "unexplained": "by a cause that was not looked for",
+}
 
 
 def report_of(recording: ReportRecording | None, nonfinite: NonFiniteSteps, table: CastTable) -> dict[str, Any]:
@@ -146,7 +155,7 @@ def remedies(overflows: Iterable[Mapping[str, Any]], table: CastTable) -> list[d
             found.setdefault(module, {"policy": "modules", "op": module, "evidence": evidence, "now": now})
         for op in finding["fp32_names"]:
             rule = table.policy_of(op)
-            now = "on no list" if rule is None else f"under {rule.policy.value} in {rule.origin}"
+            now = "on no list" if rule is None else f"under the policy {rule.policy.value} in {rule.origin}"
             found.setdefault(op, {"policy": "fp32", "op": op, "evidence": evidence, "now": now})
     return list(found.values())
 
@@ -191,9 +200,9 @@ def _verdict(
     counts = Counter(event["kind"] for event in skips["events"])
     sentence = f"{skips['total']} of {recording.steps} steps skipped"
     if len(counts) == 1 and skips["total"] > 1:
-        sentence += f", all {_NAMES[next(iter(counts))]}"
+        sentence += f", all {_BY[next(iter(counts))]}"
     elif counts:
-        sentence += ": " + ", ".join(f"{count} {_NAMES[kind]}" for kind, count in counts.items())
+        sentence += ": " + ", ".join(f"{count} {_BY[kind]}" for kind, count in counts.items())
     located = [group["overflow"] for group in skips["groups"] if group["kind"] in _FAULTS]
     forward = next((one for one in located if one["phase"] == "forward"), None)
     unchecked = _unchecked(recording.optimizers, recording.check.compared)

@@ -203,29 +203,39 @@ def units_of(survey: Survey) -> tuple[Unit, ...]:
 
     A module is named by its class if it is the only one of that class, else by its path. Ops that the lists already
     run in fp32 are left out, and unlisted ops that are exact in half precision, such as views. Units with an op that
-    overflows come first, ops before modules: another module in fp32 may hide the fault, at a higher price.
+    overflows come first: another module in fp32 may hide the fault. Of these, and of all others, those come first that
+    take the fewest calls away from half precision; an op in fp32 takes away all of its calls, those in modules too.
     """
     paths: defaultdict[str, set[str]] = defaultdict(set)
     for use in survey.uses:
         if use.module is not None and use.module_class is not None:
             paths[use.module_class].add(use.module)
-    units: defaultdict[tuple[tuple[str, ...], bool], list[str]] = defaultdict(list)
-    overflows: Counter[tuple[tuple[str, ...], bool]] = Counter()
+    units: defaultdict[tuple[tuple[str, ...], bool], list[Use]] = defaultdict(list)
+    calls_of: Counter[str] = Counter()
     for use in survey.uses:
+        calls_of[use.target] += use.calls
         exact = use.policy == "unlisted" and not use.overflow and use.error == 0.0
         if use.policy not in ("fp32", "banned") and not exact:
-            entries = _entries(use, paths)
-            call = f"{use.target} at {use.location}" if use.location else use.target
-            units[entries].append(f"{call}, which overflows" if use.overflow else call)
-            overflows[entries] += use.overflow
+            units[_entries(use, paths)].append(use)
+
+    def cost(unit: tuple[tuple[str, ...], bool]) -> tuple[bool, int, bool]:
+        uses, (_, of_module) = units[unit], unit
+        calls = sum(use.calls for use in uses) if of_module else calls_of[uses[0].target]
+        return not any(use.overflow for use in uses), calls, of_module
+
     found = []
-    for names, of_module in sorted(units, key=lambda unit: (not overflows[unit], overflows[unit] > 0 and unit[1])):
-        calls = units[names, of_module]
+    for names, of_module in sorted(units, key=cost):
         # Those that overflow first.
-        different = sorted(dict.fromkeys(calls), key=lambda call: not call.endswith("overflows"))
+        uses = sorted(units[names, of_module], key=lambda use: not use.overflow)
+        different = list(dict.fromkeys(map(_call, uses)))
         reason = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
         found.append(tuple(Proposal(name, "fp32", "restores", reason, of_module=of_module) for name in names))
     return tuple(found)
+
+
+def _call(use: Use) -> str:
+    at = f" at {use.location}" if use.location else ""
+    return f"{use.target}{at}{', which overflows' if use.overflow else ''}"
 
 
 def _entries(use: Use, paths: dict[str, set[str]]) -> tuple[tuple[str, ...], bool]:

@@ -206,8 +206,9 @@ class Bisection(ProgramSearch):
     """Searches for the units that must be fp32 by runs of the program.
 
     A binary search finds each entry: the last unit of the shortest prefix of ``units`` that restores the metric
-    together with the culprits found before. Each culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on
-    top. The result was confirmed by a run, even if culprits depend on each other.
+    together with the culprits found before; so it finds the first of several units that each restore it alone. Each
+    culprit takes at most ``ceil(log2(n)) + 1`` runs; four runs come on top. The result was confirmed by a run, even if
+    culprits depend on each other.
 
     ``chosen`` are the entries of the fewest units that restored the metric in a run. All runs have the first of the
     seeds; in fp32 the program runs with each, and the difference between these runs is always allowed.

@@ -28,7 +28,7 @@ def test_a_planted_fault() -> None:
     json.dumps(found, allow_nan=False)
     assert found["verdict"]["level"] == "bad"
     sentence = found["verdict"]["sentence"]
-    assert sentence.startswith("2 of 14 steps skipped, all half-precision op; forward overflow in mul at ")
+    assert sentence.startswith("2 of 14 steps skipped, all by an op in half precision; forward overflow in mul at ")
     (group,) = found["skips"]["groups"]
     assert (group["count"], group["first"], group["last"]) == (2, 4, 9)
     assert [(one["policy"], one["op"]) for one in found["remedies"]] == [("fp32", "__mul__"), ("fp32", "__rmul__")]
@@ -79,7 +79,7 @@ def test_a_scale_search_fails_no_run_but_for_skip() -> None:
     train_linear(handle, 64.0, steps=6)
     found = handle.report()
     assert found["skips"]["total"] == handle.skipped_steps > 1
-    assert "all scale search; no forward overflow" in found["verdict"]["sentence"]
+    assert "all by the search for the loss scale; no forward overflow" in found["verdict"]["sentence"]
     assert [scale for _, scale in found["timeline"]["scales"]] == [
         65536.0 / 2**k for k in range(handle.skipped_steps + 1)
     ]
@@ -150,7 +150,7 @@ def test_each_name_that_was_called_has_an_entry_in_a_list_file(tmp_path: Path) -
     entries = remedies(overflows("__mul__", "__rmul__"), load_table("default"))
     assert [(one["policy"], one["op"]) for one in entries] == [("fp32", "__mul__"), ("fp32", "__rmul__")]
     assert entries[0]["evidence"] == "2 skips; first: mul made inf"
-    assert entries[0]["now"].startswith("under none in lists/default.toml:")
+    assert entries[0]["now"].startswith("under the policy none in lists/default.toml:")
     path.write_text("\n".join(as_toml(entries)), encoding="utf-8")
     rule = load_table([str(path)]).policy_of("__rmul__")
     assert rule is not None

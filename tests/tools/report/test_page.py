@@ -46,7 +46,7 @@ def test_a_fault_is_told_once_and_the_steps_of_values_are_named(document: dict[s
     page = report_page({**document, **told})
     assert page[: page.index("<script")].count(sentence) == 1
     assert "step 0: add fp32." in page
-    assert "Values of step 0 alone: overflows of other steps stand under the verdict." in page
+    assert "These are the values of step 0 alone; overflows of other steps stand under the verdict." in page
     assert "The run took 1.2 s and 3 MiB of memory at its peak (RSS), recording included." in page
 
 

@@ -116,6 +116,19 @@ def test_what_overflows_is_tried_first_though_another_module_hides_it() -> None:
     ]
 
 
+def test_the_fewest_calls_come_first_and_an_op_has_those_in_modules_too() -> None:
+    units = units_of(
+        survey(
+            use("linear", "fp16", 9, 3, module="a", module_class="net.A", calls=4),
+            use("linear", "fp16", 9, 3, module="b", module_class="net.B", calls=3),
+            use("linear", "fp16", 9, 3, module_class="net.Net", calls=1),
+            use("mm", "fp16", 9, 3, module_class="net.Net", calls=3),
+            use("bmm", "fp16", 9, 3, module_class="net.Net", calls=9, overflow=1),
+        )
+    )
+    assert [unit[0].name for unit in units] == ["bmm", "mm", "net.B", "net.A", "linear"]
+
+
 def test_candidates_are_modules_by_class_or_path_and_ops_outside_of_them() -> None:
     units = units_of(
         survey(
@@ -129,6 +142,6 @@ def test_candidates_are_modules_by_class_or_path_and_ops_outside_of_them() -> No
     )
     names = [tuple(one.name for one in unit) for unit in units]
     assert names == [
-        ("net.Head",), ("layers.0",), ("layers.1",), ("linear",), ("mul", "multiply", "__mul__", "__rmul__"),
+        ("mul", "multiply", "__mul__", "__rmul__"), ("net.Head",), ("layers.0",), ("layers.1",), ("linear",),
     ]  # fmt: skip
-    assert [unit[0].of_module for unit in units] == [True, True, True, False, False]
+    assert [unit[0].of_module for unit in units] == [False, True, True, True, False]
