@@ -251,7 +251,7 @@ class AutoScale:
             running.concern(guard)
         running.take(leaves, nodes)
         for root in roots:
-            self._optimizers.current.scale(root, running.scale)
+            self._optimizers.current.note(root, running.scale, waits=True)
         return running
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
@@ -401,7 +401,7 @@ class OptimizerSteps:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
         left = self._optimizers.left_scaled
         scaled = [guard for guard in self._optimizers.guards if _is_scaled(guard)]
-        if not left and (not scaled or self._warned_of_clipping):
+        if not left.noted and (not scaled or self._warned_of_clipping):
             return
         params = list(params)
         if function == "get_total_norm":

@@ -36,31 +36,24 @@ class LeftScaled:
 
     Args:
         guards: Returns the guards of a handle.
+
+    Attributes:
+        noted: What is noted of each parameter.
+        threads: Those that have had blocks.
     """
 
     def __init__(self, guards: Callable[[], Iterable[StepGuard]]) -> None:
-        self._of: Any = WeakIdKeyDictionary()
+        self.noted: Any = WeakIdKeyDictionary()
         self._guards = guards
         # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
         self._living: weakref.WeakSet[Any] | None = None
         # The parameters that none of them had by then: one that is made later may step them.
         self._in_no_optimizer: list[weakref.ref[Tensor]] = []
-        self._threads: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def block_begins(self) -> None:
-        """Take note of the thread of a block."""
-        self._threads.add(threading.get_ident())
-
-    @property
-    def _has_one_thread(self) -> bool:
-        return len(self._threads) < 2
+        self.threads: set[int] = set()
 
     def params(self) -> list[Tensor]:
         """Return all parameters of which a note was taken."""
-        return [param for reference in list(self._of.data) if (param := reference()) is not None]
+        return [param for reference in list(self.noted.data) if (param := reference()) is not None]
 
     def note(self, params: Iterable[Tensor], scale: Scale, reason: str) -> None:
         """Take note of what a pass left scaled.
@@ -72,7 +65,7 @@ class LeftScaled:
         """
         for param in params:
             if param.grad is not None:
-                self._of[param] = mark_of(param.grad), scale, reason
+                self.noted[param] = mark_of(param.grad), scale, reason
 
     def note_written(self, params: Sequence[Tensor], scale: Scale, reason: str) -> None:
         """Take note of those parameters whose gradients the pass that calls is going to write, at its end.
@@ -80,14 +73,14 @@ class LeftScaled:
         What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass. Where several threads
         have blocks, another one may write meanwhile: there those alone count that the graph reaches.
         """
-        alone = self._has_one_thread
+        alone = len(self.threads) < 2
         params = params if alone else [param for param in params if engine_reaches(param)]
         if not params:
             return
         before = [(param, param.grad, _version(param.grad)) for param in params]
 
         def note() -> None:
-            if alone and not self._has_one_thread:
+            if alone and len(self.threads) > 1:
                 return
             # What the program writes to them later, within the block or after it, counts.
             written = [one for one, grad, version in before if one.grad is not grad or _version(grad) != version]
@@ -98,20 +91,20 @@ class LeftScaled:
     def forget(self, params: Iterable[Tensor]) -> None:
         """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""
         for param in params:
-            self._of.pop(param, None)
+            self.noted.pop(param, None)
 
     def left(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Scale, str]]:
         """Return those of these parameters that are noted and whose gradients are the same still, with their notes."""
         found: list[tuple[Tensor, Scale, str]] = []
-        for param in params if self._of else ():
-            noted = self._of.get(param)
+        for param in params if self.noted else ():
+            noted = self.noted.get(param)
             if noted is not None:
                 mark, scale, reason = noted
                 if param.grad is not None and is_same_gradient(mark, param.grad):
                     found.append((param, scale, reason))
                 else:
                     # What was written to, or replaced, is the program's from now on.
-                    del self._of[param]
+                    del self.noted[param]
         return found
 
     def refuse(self, action: str, params: Iterable[Tensor]) -> None:
@@ -226,7 +219,7 @@ class BackwardWatch:
         left_scaled: LeftScaled,
     ) -> None:
         self._left_scaled = left_scaled
-        left_scaled.block_begins()
+        left_scaled.threads.add(threading.get_ident())
         self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
         self._scale = scale
         # The scaled loss may outlive its block by much.

@@ -70,18 +70,13 @@ class StepGuard:
         self, optimizer: Any, owner: Callable[[], StepOwner[StepGuard]], *, masters: MasterWeights | None = None
     ) -> None:
         self._attached: weakref.ref[AttachedMethod] | None = None
-        self._owner = owner
+        self.owner = owner
         self.name, self.masters = type(optimizer).__name__, masters
         self.skips = Skips(self.name, owner)
         self.grads = GuardedGrads(optimizer, masters, self.skips, owner)
         self.in_block = self.stepping = False
         self.repeats_closure = True
         self.scaled = self.backward_seen = self.compared_settings = False
-
-    @property
-    def owner(self) -> StepOwner[StepGuard]:
-        """What it asks and tells now."""
-        return self._owner()
 
     @property
     def optimizer(self) -> Any:
@@ -128,9 +123,9 @@ class StepGuard:
         closure = args[0] if args else kwargs.get("closure")
         last_step = self.skips.step
         self.skips.begin()
-        self.owner.step_begins(self)
+        self.owner().step_begins(self)
         if not callable(closure):
-            self.owner.refuse_scaled(self)
+            self.owner().refuse_scaled(self)
         self.grads.collect()
         self.grads.finish_delayed()
         self.grads.recheck(makes_gradients=callable(closure), last_step=last_step)
@@ -142,7 +137,7 @@ class StepGuard:
         finally:
             self.grads.agreed = False
             self.params_changed()
-        self.owner.current.end(self.skips.step)
+        self.owner().current.end(self.skips.step)
         return result
 
     @contextlib.contextmanager
@@ -156,7 +151,7 @@ class StepGuard:
 
     def is_refused(self) -> bool:
         """Whether ``on_nonfinite`` refuses the step, by gradients that no loss scale checked."""
-        return self.owner.current.refuses(self.optimizer, self)
+        return self.owner().current.refuses(self.optimizer, self)
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flag = self._flag_for_device()
@@ -179,7 +174,7 @@ class StepGuard:
 
     def params_changed(self) -> None:
         """Bring up to date what follows from the parameters, which a step may have changed."""
-        casts = self.owner.casts
+        casts = self.owner().casts
         if casts is not None:
             casts.cache.clear()
         # An optimizer that skips by itself, on its device, leaves the masters as they were.
@@ -201,7 +196,7 @@ class StepGuard:
         ):
             return None
         flag = self.grads.resolve_on_device()
-        if flag is not None and self.skips.in_a_row >= self.owner.max_consecutive_skips:
+        if flag is not None and self.skips.in_a_row >= self.owner().max_consecutive_skips:
             raise self._too_many_skips(self.grads.resolved[0].scaler)
         return flag
 
@@ -221,7 +216,7 @@ class StepGuard:
         before, self.stepping = self.stepping, True
         try:
             self.begin_masters()
-            casts = self.owner.casts
+            casts = self.owner().casts
             return (original if casts is None else casts.local.with_mode(original, False))(*args, **kwargs)
         finally:
             self.stepping = before
@@ -238,7 +233,7 @@ class StepGuard:
             self.skips.step.skipped_by = "on_nonfinite"
             return
         self.skips.end(self.skips.step, blamed.scaler, float(blamed.scale))
-        if self.skips.in_a_row >= self.owner.max_consecutive_skips:
+        if self.skips.in_a_row >= self.owner().max_consecutive_skips:
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
 
     def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[Tensor] = ()) -> NonFiniteGradientsError:
@@ -251,7 +246,7 @@ class StepGuard:
             f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
             f"first in {', '.join(found) or gone}; the loss scale is {scaler.loss_scale:g}. Look for "
             "inf or nan in the data and the loss, for too high a learning rate, for ops that need fp32. "
-            f"max_consecutive_skips={self.owner.max_consecutive_skips} is the limit"
+            f"max_consecutive_skips={self.owner().max_consecutive_skips} is the limit"
             + ("" if explained is None else f". The last of them: {explained}"),
             overflow=explained,
         )
@@ -283,7 +278,7 @@ def _step_with_closure(
         guard.skip(blamed)
         return None if guard.repeats_closure else _call_closure(guard, closure)
     guard.begin_masters()
-    undo = StepCopy(guard.optimizer) if guard.owner.undoes_steps else None
+    undo = StepCopy(guard.optimizer) if guard.owner().undoes_steps else None
     versions, begun = [version_of(param) for param in guard.grads.params()], False
 
     def evaluate() -> Any:
@@ -320,7 +315,7 @@ def _step_with_closure(
 
 def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
     """Call a closure as outside of a step, during which casts are off. They stay off where they are forced off."""
-    casts = guard.owner.casts
+    casts = guard.owner().casts
     # True, as the step has replaced what the thread had set.
     casting = contextlib.nullcontext() if casts is None else casts.switched(None if casts.in_modules else True)
     with casting, torch.enable_grad():
@@ -340,7 +335,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
             # The closure may leave zero_grad() to the lines before the step, or add to the gradients of other losses.
             before.restore(grads.params())
         loss = _call_closure(guard, closure)
-        guard.owner.refuse_scaled(guard)
+        guard.owner().refuse_scaled(guard)
         grads.collect()
         grads.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)

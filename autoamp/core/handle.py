@@ -102,10 +102,11 @@ class Runtime:
         """The casting state."""
         return self.optimizers.casts
 
-    def check_active(self) -> None:
-        """Raise `UsageError` where the patches are not in place."""
+    def active(self) -> Runtime:
+        """Return it. UsageError: the patches are not in place."""
         if not self.patched.in_place:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
+        return self
 
     def activate(self, registered: tuple[Target, ...] = ()) -> None:
         """Put the patches in place. If one fails torch is left as it was. `ActiveHandles` calls this."""
@@ -192,11 +193,6 @@ class BaseHandle:
         self._runtime = Runtime(settings, self.make_looks(), on=on, scalers=scalers)
 
     @property
-    def _active_runtime(self) -> Runtime:
-        self._runtime.check_active()
-        return self._runtime
-
-    @property
     def settings(self) -> Settings:
         """The settings of the handle: ``dtype``, ``device_type``, the ``table`` of rules and others."""
         return self._runtime.settings
@@ -243,7 +239,7 @@ class BaseHandle:
 
     def __enter__(self) -> Self:
         """Return the handle. The end of the ``with`` statement deactivates it: ``with autoamp.init() as handle``."""
-        _ = self._active_runtime
+        self._runtime.active()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -389,9 +385,9 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or ``wrap_optimizer`` was used.
         """
-        guarded = self._active_runtime.optimizers
+        guarded = self._runtime.active().optimizers
         scalers = guarded.loss_scalers
-        if scalers.with_own():
+        if scalers.own:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
         return guarded.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
@@ -415,7 +411,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, a block is open, or ``norm_type`` is not above 0.
         """
-        return self._active_runtime.optimizers.clip_grad_norm_(optimizers, max_norm, norm_type)
+        return self._runtime.active().optimizers.clip_grad_norm_(optimizers, max_norm, norm_type)
 
     def sync_over(self, group: Any, *, replicas: int | None = None, optimizers: Any = None) -> None:
         """Let all ranks of a process group skip the same steps and keep equal loss scales.
@@ -451,11 +447,11 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, ``num_loss`` is below 1, or ``optimizer`` is not an optimizer.
         """
-        guarded = self._active_runtime.optimizers
+        guarded = self._runtime.active().optimizers
         if not is_count(num_loss, 1):
             raise UsageError(f"num_loss={num_loss!r} must be a whole number of 1 or more")
         scalers = [make_scaler(self.settings.loss_scale, self.settings.dtype) for _ in range(num_loss)]
-        return wrap_optimizer(guarded, optimizer, scalers, self._runtime.check_active)
+        return wrap_optimizer(guarded, optimizer, scalers, self._runtime.active)
 
     def auto_scale(self) -> AutoScale:
         """Scale every ``loss.backward()`` of the program, and skip the steps that overflow.
@@ -470,7 +466,7 @@ class BaseHandle:
         Raises:
             UsageError: The handle is not active, or its optimizers step master weights.
         """
-        run = self._active_runtime
+        run = self._runtime.active()
         if not run.auto_scaling.active:
             run.auto_scaling.start()
         return run.auto_scaling

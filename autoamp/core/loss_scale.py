@@ -116,7 +116,7 @@ class UnreadFlags:
     def catch_up(self) -> None:
         """Wait until all flags are known, and call what waits for them. Does nothing while it is at that."""
         # Asked first: compiled code takes no lock.
-        if len(self):
+        if self._here or self._sent is not None:
             with self.lock:
                 if not self._telling:
                     self._read_sent()
@@ -366,6 +366,22 @@ class StaticLossScaler(LossScaler):
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
 
 
+class _Setting:
+    """A setting of a `DynamicLossScaler`: updates from before it is changed go by the old value."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, scaler: DynamicLossScaler, value: Any) -> None:
+        scaler.setting_changes()
+        # Where Python finds it, as there is no `__get__`: to read a setting costs nothing.
+        vars(scaler)[self._name] = value
+
+
+def _setting() -> Any:
+    return _Setting()
+
+
 class DynamicLossScaler(LossScaler):
     """The rule of `torch.amp.GradScaler`, in its arithmetic (fp32), within limits.
 
@@ -385,6 +401,11 @@ class DynamicLossScaler(LossScaler):
     """
 
     checks = True
+    growth_factor: float = _setting()
+    backoff_factor: float = _setting()
+    growth_interval: int = _setting()
+    min_loss_scale: float = _setting()
+    max_loss_scale: float = _setting()
 
     def __init__(
         self,
@@ -474,17 +495,16 @@ class DynamicLossScaler(LossScaler):
         if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
             scale.clamp_(self.min_loss_scale, self.max_loss_scale)
 
+    def setting_changes(self) -> None:
+        """Make the updates that are under way, before a setting is changed."""
+        if "unread" in vars(self):
+            self._leave_device()
+            self._on_host = None
+
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
         self.unread.catch_up()
         self._on_device = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Updates from before a setting is changed go by the old one.
-        if name in _SETTINGS and "unread" in vars(self):
-            self._leave_device()
-            self._on_host = None
-        super().__setattr__(name, value)
 
     @torch.no_grad()
     def _move(self, found_inf: bool) -> None:
@@ -593,6 +613,7 @@ class LossScalers:
 
     Attributes:
         all: As given, and those that came later, in the order of their entries in a checkpoint.
+        own: The scalers of optimizers that have some of their own.
     """
 
     def __init__(self, scalers: Sequence[LossScaler]) -> None:
@@ -602,7 +623,7 @@ class LossScalers:
         self._current: list[LossScaler] | None = None
         # By which losses were scaled since the last call.
         self._since_initialize: set[LossScaler] = set()
-        self._own: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
+        self.own: weakref.WeakKeyDictionary[Any, list[LossScaler]] = weakref.WeakKeyDictionary()
 
     @property
     def latest(self) -> list[LossScaler]:
@@ -649,7 +670,7 @@ class LossScalers:
         """Forget all scalers but these, and the optimizers' own."""
         # Nobody asks a scaler that is forgotten about the steps that it has yet to hear of.
         self.catch_up()
-        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self._own.values() for s in own))}
+        wanted = {id(scaler) for scaler in (*scalers, *(s for own in self.own.values() for s in own))}
         self.all = [scaler for scaler in self.all if id(scaler) in wanted]
 
     def catch_up(self) -> None:
@@ -667,24 +688,20 @@ class LossScalers:
             scalers: One for each loss of a step. A scaler that serves another loss already is copied. When the first
                 optimizer gets its own, all scalers that were there are forgotten.
         """
-        before = self._own.get(optimizer, ())
-        taken = [scaler for scaler in self.all if scaler not in before] if self._own else []
+        before = self.own.get(optimizer, ())
+        taken = [scaler for scaler in self.all if scaler not in before] if self.own else []
         own: list[LossScaler] = []
         for scaler in scalers:
             # No loss may move the scale of another.
             own.append(copy.copy(scaler) if scaler in (*taken, *own) else scaler)
         self.all = [*taken, *own]
-        self._own[optimizer] = own
+        self.own[optimizer] = own
         return own
 
     def forget_own(self, optimizer: Any) -> None:
         """Take an optimizer's own scalers and its ``scale_loss`` back, if it had any."""
-        if self._own.pop(optimizer, None) is not None:
+        if self.own.pop(optimizer, None) is not None:
             vars(optimizer).pop("scale_loss", None)
-
-    def with_own(self) -> list[Any]:
-        """Return the optimizers that live and have scalers of their own."""
-        return list(self._own)
 
     # -- checkpoints --
 

@@ -106,7 +106,7 @@ class NonFiniteSteps:
                 "in the block, or scale by the GradScaler alone, outside of any block"
             )
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
-            self._optimizers.current.scale(outputs, _LazyScale(scaler))
+            self._optimizers.current.note(outputs, _LazyScale(scaler), waits=True)
 
     def around_unscale(self, original: Any) -> Any:
         """Return an ``unscale_`` whose errors are explained."""

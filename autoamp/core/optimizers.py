@@ -287,7 +287,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         for masters in [self.hand_over(optimizer) for optimizer in optimizers]:
             if masters is not None:
                 masters.dissolve()
-        for optimizer in self.loss_scalers.with_own():
+        for optimizer in list(self.loss_scalers.own):
             self.loss_scalers.forget_own(optimizer)
 
     # -- what guards ask and tell --
@@ -320,7 +320,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def _forget_added(self, guard: StepGuard) -> None:
         """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
-        if self.left_scaled and (added := guard.grads.added_params()):
+        if self.left_scaled.noted and (added := guard.grads.added_params()):
             pairs = () if guard.masters is None else guard.masters.pairs
             known = set(map(id, added))
             self.left_scaled.forget([*added, *(half for half, master in pairs if id(master) in known)])
@@ -369,7 +369,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         for guard in guards:
             guard.scaled = True
             self._forget_added(guard)
-        self.current.scale(loss, scaler.scale_without_sync())
+        self.current.note(loss, scaler.scale_without_sync(), waits=True)
         left = self.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
         try:
             with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
@@ -446,7 +446,7 @@ def _wrapped_by(wrapper: Any) -> Any:
 
 
 def wrap_optimizer(
-    optimizers: GuardedOptimizers, optimizer: Any, scalers: Sequence[LossScaler], check_active: Callable[[], None]
+    optimizers: GuardedOptimizers, optimizer: Any, scalers: Sequence[LossScaler], check_active: Callable[[], object]
 ) -> Any:
     """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.core.Handle.wrap_optimizer`.
 

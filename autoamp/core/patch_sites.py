@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -310,8 +310,9 @@ class PatchSites:
     def __init__(self) -> None:
         self.parts: Parts | None = None
         self._steps: StepPatches | None = None
-        # The sites that `patch` has patched, None where torch is not patched; the patches of those that `update` did.
-        self._patched: set[tuple[int, str | None]] | None = None
+        # How many parts hear of each site that `patch` has patched, None where torch is not patched; the patches of
+        # those that `update` did.
+        self._patched: dict[tuple[int, str | None], int] | None = None
         self._later = PatchSet()
 
     def patch(
@@ -327,11 +328,11 @@ class PatchSites:
             ``id(original) -> (original, replacement)`` of the functions of modules, which programs may hold by name.
         """
         replaced: dict[int, tuple[Any, Any]] = {}
-        self._patched = set()
+        self._patched = {}
         if self.parts is not None:
             self._steps = StepPatches([self.parts.steps.around_step], patches)
         for site in self._sites():
-            self._patched.add((id(site.parent), site.name))
+            self._patched[id(site.parent), site.name] = len(site.told)
             replaced |= _replace(site.parent, str(site.name), site.replacement_of, patches)
         for module in LATE_MODULES:
             patches.when_imported(module, lambda _: self.update())
@@ -346,7 +347,7 @@ class PatchSites:
             if self._patched is not None:
                 with self._later.all_or_nothing():
                     for site in self._sites():
-                        if (id(site.parent), site.name) not in self._patched:
+                        if len(site.told) > self._patched.get((id(site.parent), site.name), 0):
                             _replace(site.parent, str(site.name), site.replacement_of, self._later)
 
     def restore(self) -> None:
@@ -372,12 +373,12 @@ class PatchSites:
                 part.stopped()
 
     def _sites(self) -> Iterator[PatchSite]:
-        """Yield the sites that this torch has and at which a part listens; `torch_private` says what goes without."""
+        """Yield the sites that this torch has, for the parts that listen; `torch_private` says what goes without."""
         for site in () if self.parts is None else sites(self.parts, self._class_made):
-            is_there = site.parent is not None and site.name is not None
             # Parts that only listen at times say so.
-            if is_there and any(getattr(_part_of(tell), "is_listening", True) for tell in site.told):
-                yield site
+            told = [tell for tell in site.told if getattr(_part_of(tell), "is_listening", True)]
+            if told and site.parent is not None and site.name is not None:
+                yield replace(site, told=told)
 
     def _class_made(self, optimizer: Any) -> None:
         """Replace the step of a class of which this is the first instance."""

@@ -226,20 +226,17 @@ class CurrentStep:
         # Other optimizers may step by the same losses until the next one comes.
         self._ended = False
 
-    def scale(self, loss: Tensor, scale: SupportsFloat) -> None:
-        """Take note of a loss that is multiplied by a scale, and whose backward pass is yet to begin."""
-        self.note(loss, scale)
-        self.waiting += 1
-
-    def note(self, loss: Tensor, scale: SupportsFloat) -> None:
+    def note(self, loss: Tensor, scale: SupportsFloat, *, waits: bool = False) -> None:
         """Take note of a loss before its backward pass.
 
         Args:
             loss: The loss before it is multiplied.
             scale: The scale, which may be known to the device alone; 1.0 for a loss that nobody scales.
+            waits: Whether it is a scaled loss whose backward pass is yet to begin.
         """
         if self._ended:
             self.losses, self.unscaled, self.waiting, self._ended = [], [], 0, False
+        self.waiting += waits
         if loss.numel() == 1 and len(self.losses) < _MAX_LOSSES:
             with undisturbed() if has_modes() else contextlib.nullcontext():
                 value = compacted(loss.detach())

@@ -95,7 +95,7 @@ class BaseHandle(CoreHandle):
 
     @property
     def _active_looks(self) -> Diagnostics:
-        self._runtime.check_active()
+        self._runtime.active()
         return diagnostics_of(self)
 
     @property

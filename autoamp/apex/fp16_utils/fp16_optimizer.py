@@ -189,10 +189,10 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
                 "masters were written to since the last step, and the loss comes from a model with other weights; "
                 "call optimizer.model_from_masters() after the write, before the model runs"
             )
-        self._guard.owner.refuse_scaled(self._guard)
+        self._guard.owner().refuse_scaled(self._guard)
         if runtime is not None:
             scale = self.loss_scaler.scale_without_sync()
-            runtime.optimizers.current.scale(loss, scale)
+            runtime.optimizers.current.note(loss, scale, waits=True)
         with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
@@ -201,7 +201,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
 
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
-        self._guard.owner.refuse_scaled(self._guard)
+        self._guard.owner().refuse_scaled(self._guard)
         self._guard.grads.collect()
         self._guard.grads.finish_delayed()
 
@@ -261,7 +261,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         Raises:
             UsageError: ``norm_type`` is not above 0.
         """
-        self._guard.owner.refuse_scaled(self._guard)
+        self._guard.owner().refuse_scaled(self._guard)
         norm = joint_norm([self._guard], norm_type)
         if self.overflow:
             return -1.0

@@ -48,7 +48,7 @@ class Setup:
         self.optimizer = optimizer([self.param], lr=0.5)
         self.guard = guard_of(self.optimizer)
         self.scaler = DynamicLossScaler(1024.0)
-        self.guard.owner.scalers.append(self.scaler)  # type: ignore[attr-defined]
+        self.guard.owner().scalers.append(self.scaler)  # type: ignore[attr-defined]
 
     def backward(self, factor: float = 1.0, **kwargs: Any) -> None:
         """Run a block whose loss gives every element the gradient ``factor``."""

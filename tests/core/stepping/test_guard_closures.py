@@ -28,7 +28,7 @@ class Curve:
         self.param = Parameter(torch.zeros(4))
         self.optimizer = make([self.param], **kwargs)
         self.guard, self.scaler = guard_of(self.optimizer), scaler
-        self.guard.owner.scalers.append(scaler)  # type: ignore[attr-defined]
+        self.guard.owner().scalers.append(scaler)  # type: ignore[attr-defined]
         self.evaluations: list[float] = []
         self.limit = 65504.0
 
