@@ -84,7 +84,7 @@ def warn_user(message: str) -> None:
     """Warn with a `UserWarning` that points at the user's line.
 
     That is the innermost one outside of this package and of the packages that call it: modules and functions of torch
-    do, and wrapt's hooks of imports. What the command itself warns of has no line, and is logged.
+    do, wrapt's hooks of imports, and deep copies. What the command itself warns of has no line, and is logged.
     """
     # Imported here, since lists are read without torch, and this module has their errors.
     import torch
@@ -109,7 +109,7 @@ def _level_of_user() -> int | None:
 
     None where the command warns before the program begins, or after its end: there is no such line.
     """
-    between = (__name__.partition(".")[0], "contextlib", "torch", "wrapt")
+    between = (__name__.partition(".")[0], "contextlib", "copy", "torch", "wrapt")
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and (name := frame.f_globals.get("__name__", "")).partition(".")[0] in between:
         if name == "autoamp.cli.command":

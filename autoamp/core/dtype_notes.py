@@ -2,14 +2,20 @@
 
 Torch says "mat1 and mat2 must have the same dtype, but got Float and Half", and not which module or list made it so.
 The notes are made of the frames of the exception and of its callers: calls that succeed do nothing for them.
+
+Where a tensor of the failed call was made is found alike: it is looked for among the variables of each frame, and the
+source of the frame tells which statement has set the variable. Where several may have, the variable is named and no
+line.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import linecache
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +61,7 @@ class _Failure:
     Attributes:
         modules: The modules that call each other, outermost first.
         tensors: The floating tensors on the line that failed, by what they are called there.
+        outwards: The frames, from that of this line outwards.
         half: Those in half precision.
         rule: The rule on the patched op that failed.
         root: The half model among the modules.
@@ -62,6 +69,7 @@ class _Failure:
         outer: The model whose submodules have the paths of lists.
         paths: These paths.
         half_state: The names of its half parameters and buffers, by id.
+        wide_state: The names of its other ones, by id.
         has_half_state: Whether one of these is on the line that failed.
     """
 
@@ -74,6 +82,7 @@ class _Failure:
         calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "core.scope"))
         self.modules = [frame.f_locals["self"] for frame in calls]
         self.tensors = _tensors_at(site)
+        self.outwards = frames[frames.index(site) :: -1]
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "core") else None
         in_half = runtime.casts.local.mode.on == HALF_MODEL
@@ -91,6 +100,7 @@ class _Failure:
         self.paths = {module: name for name, module in self.outer.named_modules()}
         state = (*self.outer.named_parameters(), *self.outer.named_buffers())
         self.half_state = {id(one): name for name, one in state if one.dtype in HALF_DTYPES}
+        self.wide_state = {id(one): name for name, one in state if one.dtype not in HALF_DTYPES}
         self.has_half_state = any(id(one) in self.half_state for one in self.half.values())
 
     def note(self, text: str) -> str:
@@ -100,18 +110,29 @@ class _Failure:
         return "".join((*facts, rule, self._remedy(text)))
 
     def _origin(self, tensor: Tensor) -> str:
-        """Return where a half tensor got its dtype, in parentheses."""
+        """Return where a tensor got its dtype, in parentheses."""
+        if tensor.dtype not in HALF_DTYPES:
+            return self._wide_origin(tensor) if self.half else ""
         if id(tensor) in self.half_state:
             cast = (one for model in self.runtime.models.halves for one in (*model.parameters(), *model.buffers()))
             by = "cast by initialize()" if any(one is tensor for one in cast) else "made half by the program"
             return f" ({self.half_state[id(tensor)]}, {by})"
-        function = tensor.grad_fn if tensor.dtype in HALF_DTYPES else None
+        function = tensor.grad_fn
         while function is not None and not function.name().startswith("ToCopy"):
             op = re.sub(r"Backward\d*$", "", function.name()).lower()
             rule = self.runtime.settings.rules_in_force.policy_of(op)
             if rule is not None and rule.policy is CastPolicy.FP16:
                 return f" (computed by {op}, which is fp16 by {located(rule.origin)})"
             function = next((one for one, _ in function.next_functions if one is not None), None)
+        return ""
+
+    def _wide_origin(self, tensor: Tensor) -> str:
+        """Return where a tensor that met half ones was made, in parentheses."""
+        if id(tensor) in self.wide_state:
+            return f" (the model's {self.wide_state[id(tensor)]})"
+        with contextlib.suppress(Exception):
+            place = made_at(tensor, self.outwards)
+            return f" ({place})" if place else ""
         return ""
 
     def _remedy(self, text: str) -> str:
@@ -177,3 +198,143 @@ def _tensors_at(info: Any) -> dict[str, Tensor]:
         tensors = enumerate(list(iter_tensors(value, 1))[:2])
         found |= {head if one is value else f"{head}[{place}]": one for place, one in tensors}
     return {name: one for name, one in found.items() if one.is_floating_point()}
+
+
+# -- where a tensor was made --
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_PACKAGES = ("autoamp", "torch")
+
+
+def made_at(tensor: Tensor, frames: Iterable[Any]) -> str:
+    """Return where a tensor was made, as "made at FILE:LINE by ..." or what is known of it; "" for nothing.
+
+    Args:
+        tensor: It.
+        frames: What `inspect.getinnerframes` tells of the frames, from that of the failed call outwards.
+    """
+    is_passed, of_closure = False, ""
+    for info in frames:
+        if str(info.frame.f_globals.get("__name__")).partition(".")[0] in _PACKAGES:
+            is_passed = True
+            continue
+        names = [name for name, value in info.frame.f_locals.items() if value is tensor]
+        free = [name for name in names if name in info.frame.f_code.co_freevars]
+        found = {name: _setter(info, name) for name in names if name not in free}
+        if not names and not _is_in_arguments(tensor, info):
+            # A closure may come from a function that has returned.
+            return of_closure or (f"passed at {info.filename}:{info.lineno}" if is_passed else "")
+        code = info.frame.f_code
+        of_closure = f"the variable {free[0]} of {getattr(code, 'co_qualname', code.co_name)}" if free else ""
+        # What came as an argument was made before, whatever else the function calls it.
+        is_passed = not found or any(isinstance(one, ast.arg) for one in found.values())
+        if not free and not is_passed:
+            statements = [one for one in found.values() if isinstance(one, ast.stmt)]
+            if len(statements) == len(found):
+                return _told(min(statements, key=lambda one: one.lineno), info)
+            return f"the variable {names[0]} of {getattr(code, 'co_qualname', code.co_name)}"
+    return of_closure
+
+
+def _is_in_arguments(tensor: Tensor, info: Any) -> bool:
+    """Whether a function has a tensor in its ``*args`` or ``**kwargs``."""
+    _, args, kwargs, variables = inspect.getargvalues(info.frame)
+    given = (*variables.get(args or "", ()), *variables.get(kwargs or "", {}).values())
+    return any(one is tensor for one in given)
+
+
+def _told(statement: ast.stmt, info: Any) -> str:
+    value = getattr(statement, "value", None)
+    is_made = any(isinstance(node, (ast.Call, ast.BinOp, ast.UnaryOp)) for node in ast.walk(value)) if value else False
+    text = ast.unparse(statement).partition("\n")[0]
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{'made' if is_made else 'set'} at {info.filename}:{statement.lineno} by `{text}`"
+
+
+def _setter(info: Any, name: str) -> ast.AST | None:
+    """Return the statement that has set a variable, or the argument that it is; None where it is not certain."""
+    scope = _scope_of(info)
+    line: int = info.lineno
+    while scope is not None:
+        if any(isinstance(node, ast.Nonlocal) and name in node.names for node in ast.walk(scope)):
+            return None
+        arguments = scope.args if hasattr(scope, "args") else ast.arguments([], [], None, [], [], None, [])
+        before = {one for one in ast.walk(arguments) if isinstance(one, ast.arg) and one.arg == name}
+        found = _before_line(scope.body if isinstance(scope.body, list) else [], name, line, before)
+        (setter,) = found if len(found) == 1 else (None,)
+        value = getattr(setter, "value", None)
+        if not isinstance(setter, ast.Assign) or not isinstance(value, ast.Name) or len(setter.targets) > 1:
+            return setter
+        # Another name of the same tensor.
+        name, line = value.id, setter.lineno
+    return None
+
+
+def _scope_of(info: Any) -> Any:
+    """Return the syntax tree of the function, or the file, that a frame runs; None where its source is not at hand."""
+    scope: Any = ast.parse("".join(linecache.getlines(info.filename, info.frame.f_globals)))
+    if info.function == "<module>":
+        return scope
+    found = None
+    for node in ast.walk(scope):
+        is_around = isinstance(node, _FUNCTIONS) and node.lineno <= info.lineno <= (node.end_lineno or 0)
+        if is_around and getattr(node, "name", "<lambda>") == info.function:
+            found = node
+    return found
+
+
+def _before_line(body: Sequence[ast.stmt], name: str, line: int, before: set[Any]) -> set[Any]:
+    """Return what may have set a variable that the statement on a line reads, of what may have before the body."""
+    for statement in body:
+        if statement.lineno <= line <= (statement.end_lineno or 0):
+            inner = set(_setters(statement, name))
+            if isinstance(statement, _LOOPS):
+                before = before | inner
+            elif any(_names(item.optional_vars, name) for item in getattr(statement, "items", ())):
+                before = {statement}
+            for part in _blocks(statement):
+                if part and part[0].lineno <= line <= (part[-1].end_lineno or 0):
+                    if isinstance(statement, ast.Try) and part is not statement.body:
+                        before = before | inner
+                    return _before_line(part, name, line, before)
+            return before
+        before = _after(statement, name, before)
+    return before
+
+
+def _after(statement: ast.stmt, name: str, before: set[Any]) -> set[Any]:
+    if isinstance(statement, (ast.With, ast.AsyncWith)):
+        if any(_names(item.optional_vars, name) for item in statement.items):
+            before = {statement}
+        for one in statement.body:
+            before = _after(one, name, before)
+        return before
+    inner = set(_setters(statement, name))
+    return inner if isinstance(statement, ast.Assign) and inner else before | inner
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for field in ("body", "orelse", "finalbody"):
+        yield getattr(statement, field, [])
+    for part in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+        yield part.body
+
+
+def _setters(statement: ast.stmt, name: str) -> Iterator[ast.stmt]:
+    """Yield the statements in a statement that set a variable of its function."""
+    waiting: list[tuple[ast.AST, ast.stmt]] = [(statement, statement)]
+    while waiting:
+        one, nearest = waiting.pop()
+        if _names(one, name):
+            yield nearest
+        children = (child for child in ast.iter_child_nodes(one) if not isinstance(child, _SCOPES))
+        waiting.extend((child, child if isinstance(child, ast.stmt) else nearest) for child in children)
+
+
+def _names(node: ast.AST | None, name: str) -> bool:
+    """Whether a node gives a value to a variable."""
+    if isinstance(node, ast.Name):
+        return node.id == name and isinstance(node.ctx, ast.Store)
+    return isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name == name

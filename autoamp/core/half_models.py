@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
@@ -21,7 +23,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.core.attach import load_master, master_of, release_master
+from autoamp.core.attach import link_of, load_master, master_of, release_master
 from autoamp.core.casts import CastState, Token
 from autoamp.core.masters import fit_state
 from autoamp.core.settings import ModuleTags
@@ -163,11 +165,12 @@ class CastModels:
 
     def __init__(self) -> None:
         self.originals: dict[int, Tensor] = {}
-        self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags()
+        self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags(self._model_copied)
         self.halves: weakref.WeakSet[Module] = weakref.WeakSet()
         self.buffer_losses: list[dict[str, Any]] = []
         self._wide_buffers: Any = WeakIdKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._told_of_copies: weakref.WeakSet[Module] = weakref.WeakSet()
 
     @torch.no_grad()
     def cast(self, model: Module, dtype: torch.dtype, *, keep_norms: bool = False, kept: Iterable[Module] = ()) -> None:
@@ -296,6 +299,25 @@ class CastModels:
             warn_user(
                 f"AveragedModel keeps its average of {type(average.module).__name__} in half precision, which rounds "
                 "small updates away; average model.state_dict() in fp32, as docs/howto/ema.md does"
+            )
+
+    def _model_copied(self, model: Module) -> None:
+        """Warn once of the first deep copy of a half model that is trained: an average kept in it would be rounded."""
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("autoamp", "copy"):
+            frame = frame.f_back
+        # Of the copy in an `AveragedModel` that tells itself, and others that torch makes are its own.
+        by_torch = frame is None or frame.f_globals.get("__name__", "").startswith("torch.")
+        trains = any(link_of(one) is not None for one in model.parameters()) or len(self._optimizers) > 0
+        if by_torch or not trains or model not in self.halves or model in self._told_of_copies:
+            return
+        self._told_of_copies.add(model)
+        half = next((one.dtype for one in model.parameters() if one.dtype in HALF_DTYPES), None)
+        if half is not None:
+            warn_user(
+                f"the copy of {type(model).__name__} is in {dtype_name(half)} and has no master weights; an average of "
+                "weights (EMA) that is kept in it loses small updates: copy the model before initialize(), or call "
+                ".float() on the copy, as docs/howto/ema.md does"
             )
 
     def around_export(self, original: Any) -> Any:

@@ -14,7 +14,7 @@ import platform
 import sys
 import uuid
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -39,9 +39,19 @@ T = TypeVar("T")
 
 
 class _Tag(str):
-    """A tag that a module shares with its copies, so that it lives as long as one of them. In a pickle it is a str."""
+    """A tag that a module shares with its copies, so that it lives as long as one of them. In a pickle it is a str.
+
+    Attributes:
+        tags: A weak reference to the tags that it is one of.
+    """
+
+    tags: weakref.ref[ModuleTags[Any]]
 
     def __deepcopy__(self, memo: Any) -> _Tag:
+        tags = self.tags()
+        holder = None if tags is None else tags.holder(str(self))
+        if tags is not None and tags.copied is not None and holder is not None:
+            tags.copied(holder)
         return self
 
     def __reduce__(self) -> Any:
@@ -62,9 +72,11 @@ class ModuleTags(Generic[T]):
     Attributes:
         values: What each tag stands for.
         any: Whether there may be values. Compiled code guards on it, as it does not on a dict.
+        copied: Is told of a module that has a tag, when it or a copy of it is deep-copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copied: Callable[[Module], object] | None = None) -> None:
+        self.copied = copied
         self.values: dict[str, T] = {}
         self.any = False
         # The modules that the tags were given to.
@@ -73,6 +85,7 @@ class ModuleTags(Generic[T]):
     def give(self, module: Module, value: T) -> str:
         """Give a module a value, above those that it was given before, and return the tag, for `take`."""
         tag = _Tag(uuid.uuid4().hex)
+        tag.tags = weakref.ref(self)
         key = str(tag)
         self.values[key], self._holders[key], self.any = value, weakref.ref(module), True
         weakref.finalize(tag, self.take, key).atexit = False

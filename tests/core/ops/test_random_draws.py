@@ -94,3 +94,92 @@ def test_what_an_observer_writes_to_half_buffers_stays(x: Tensor) -> None:
     assert out.dtype is FP32
     assert (float(low), float(high)) == (1.0, 1.0)
     assert float(scale) != 1.0
+
+
+# -- samples --
+
+D: Any = torch.distributions
+# What makes each distribution of these, by its name, from a function that makes a parameter.
+DISTRIBUTIONS: dict[str, Callable[[Callable[[float], Tensor]], Any]] = {
+    "uniform": lambda at: D.Uniform(at(0.0), at(1.0)),
+    "gumbel": lambda at: D.Gumbel(at(0.0), at(1.0)),
+    "laplace": lambda at: D.Laplace(loc=at(0.0), scale=at(1.0)),
+    "geometric": lambda at: D.Geometric(at(0.5)),
+    "geometric of logits": lambda at: D.Geometric(logits=at(-3.0)),
+    "kumaraswamy": lambda at: D.Kumaraswamy(at(2.0), at(3.0)),
+    "relaxed bernoulli": lambda at: D.RelaxedBernoulli(at(0.5), at(0.25)),
+    "continuous bernoulli": lambda at: D.ContinuousBernoulli(at(0.25)),
+    "bernoulli": lambda at: D.Bernoulli(logits=at(-4.0)),
+    "normal": lambda at: D.Normal(at(0.0), at(1.0)),
+    "exponential": lambda at: D.Exponential(at(1.0)),
+    "gamma": lambda at: D.Gamma(at(2.0), at(1.0)),
+    "poisson": lambda at: D.Poisson(at(3.0)),
+    "binomial": lambda at: D.Binomial(10, at(0.25)),
+}
+
+
+class Draws(nn.Linear):
+    """Draws by a function of a half tensor, at an opt level."""
+
+    drawn: Tensor
+
+    def __init__(self, function: Callable[[Tensor], Tensor], level: str, half: torch.dtype) -> None:
+        super().__init__(2, 2)
+        self.function = function
+        autoamp.initialize(self, opt_level=level, device_type="cpu", dtype=half, verbosity=0)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn = self.function(x)
+        return super().forward(torch.zeros(1, 2, dtype=x.dtype))
+
+
+def drawn(function: Callable[[Tensor], Tensor], level: str, half: torch.dtype, x: Tensor) -> Tensor:
+    """Return what a function draws within a model at a level, given a tensor that was rounded to half."""
+    torch.manual_seed(0)
+    model = Draws(function, level, half)
+    model(x.to(half))
+    return model.drawn
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_samples_of_a_distribution_with_half_parameters_have_its_quantiles(
+    name: str, level: str, half: torch.dtype
+) -> None:
+    if (name, level) == ("gamma", "O1"):
+        pytest.skip("torch draws none by halves")
+    make, count = DISTRIBUTIONS[name], 200_000
+    torch.manual_seed(1)
+    exact = make(lambda value: torch.tensor(value, dtype=torch.float64)).sample((count,))
+    got = drawn(lambda _: make(lambda value: torch.tensor(value, dtype=half)).sample((count,)), level, half, exact[:1])
+    ordered = exact.sort().values
+    for part in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999):
+        limit = ordered[int(part * count)]
+        wanted, found = (float((one.double() <= limit).double().mean()) for one in (exact, got))
+        # Five standard deviations of the difference, and what rounding a result to half moves.
+        spread = wanted * (1 - wanted)
+        assert abs(found - wanted) <= 5 * (2 * spread / count) ** 0.5 + 0.002 * spread, part
+
+
+# What chooses classes by logits of a shape of (samples, classes).
+CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "categorical": lambda logits: D.Categorical(logits=logits).sample(),
+    "one hot": lambda logits: D.OneHotCategorical(logits=logits).sample().argmax(-1),
+    "relaxed one hot": lambda logits: D.RelaxedOneHotCategorical(torch.ones(()), logits=logits).sample().argmax(-1),
+    "multinomial": lambda logits: torch.multinomial(logits.softmax(-1), 1)[:, 0],
+    "gumbel_softmax": lambda logits: nn.functional.gumbel_softmax(logits, hard=True).argmax(-1),
+    "gumbel": lambda logits: (logits + D.Gumbel(torch.zeros_like(logits), 1.0).sample()).argmax(-1),
+    "rand_like": lambda logits: (logits - torch.log(-torch.log(torch.rand_like(logits)))).argmax(-1),
+}
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_classes_are_chosen_by_half_logits_as_often_as_by_fp32_ones(name: str, level: str, half: torch.dtype) -> None:
+    for row in (torch.zeros(256), torch.linspace(-4, 4, 256)):
+        chosen = drawn(CHOICES[name], level, half, row.expand(5000, -1))
+        probabilities = row.to(half).double().softmax(-1).view(16, -1).sum(1)
+        found = torch.bincount(chosen, minlength=256).view(16, -1).sum(1) / 5000
+        assert ((found - probabilities).abs() < 5 * (probabilities / 5000).sqrt() + 1 / 5000).all()

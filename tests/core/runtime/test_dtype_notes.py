@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -196,6 +197,104 @@ def test_a_weight_that_initialize_cast_is_never_said_to_be_made_half_by_the_prog
     outer = Part(lambda x: same(layer.weight, x) + x)
     outer.add_module("layer", layer)
     assert "layer.weight, cast by initialize()" in note_on(lambda: outer(torch.rand(8, 8)))
+
+
+# -- the line that made the wide tensor --
+
+
+def alibi(x: Tensor) -> Tensor:
+    distance = torch.arange(8)[None] - torch.arange(8)[:, None]
+    bias = 2.0**-8 * distance  # here
+    return same(x, bias)
+
+
+def random_mask(x: Tensor) -> Tensor:
+    mask = torch.zeros(0)
+    if x.shape[1] == 8:
+        mask = torch.rand(  # here
+            8, 8
+        )
+        return same(x, mask)
+    return x
+
+
+def renamed(x: Tensor) -> Tensor:
+    ones = torch.ones(8)  # here
+    other = ones
+    for _ in range(2):
+        x = through(x, other)
+    return x
+
+
+def through(x: Tensor, *wide: Tensor) -> Tensor:
+    return same(x, *wide)
+
+
+def inline(x: Tensor) -> Tensor:
+    return through(x, torch.ones(8))  # here
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    wide = torch.ones(8)  # here
+    return torch.utils.checkpoint.checkpoint(lambda x: same(x, wide), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def converted(x: Tensor) -> Tensor:
+    wide = torch.ones(8)  # here
+    return through_no_op(x, wide)
+
+
+def through_no_op(x: Tensor, wide: Tensor) -> Tensor:
+    again = wide.to(torch.float32)
+    return same(x, again)
+
+
+MADE = {
+    "made": [alibi, random_mask, renamed, checkpointed, converted],
+    "passed": [inline],
+}
+
+
+@pytest.mark.parametrize(("how", "forward"), [(how, one) for how, functions in MADE.items() for one in functions])
+def test_the_line_that_made_the_wide_tensor_is_told(how: str, forward: Forward, half: torch.dtype) -> None:
+    lines, first = inspect.getsourcelines(forward)
+    line = first + next(number for number, text in enumerate(lines) if "# here" in text)
+    assert f"is torch.float32 ({how} at {__file__}:{line}" in note_on(lambda: train(Net(Part(forward)), "O2", half))
+
+
+def either(x: Tensor) -> Tensor:
+    wide = torch.ones(8)
+    if x.shape[0] == 0:
+        wide = torch.zeros(8)
+    return same(x, wide)
+
+
+def later_in_a_loop(x: Tensor) -> Tensor:
+    wide: Any = x
+    for _ in range(2):
+        x = same(x, wide)
+        wide = torch.ones(8)
+    return x
+
+
+def of_a_closure(x: Tensor) -> Tensor:
+    def made() -> Forward:
+        wide = torch.ones(8)
+        return lambda x: same(x, wide)
+
+    return made()(x)
+
+
+@pytest.mark.parametrize("forward", [either, later_in_a_loop, of_a_closure])
+def test_where_several_lines_may_have_made_it_the_variable_is_told(forward: Forward, half: torch.dtype) -> None:
+    note = note_on(lambda: train(Net(Part(forward)), "O2", half))
+    assert re.search(rf"is torch.float32 \(the variable wide of ({forward.__name__})?", note)
+
+
+def test_a_wide_buffer_of_the_model_is_told_by_its_name(half: torch.dtype) -> None:
+    net = Net(Part(lambda x: same(x, net.part.factor)))  # type: ignore[arg-type]
+    net.part.register_buffer("factor", torch.tensor(1.0))
+    assert "is torch.float32 (the model's part.factor); " in note_on(lambda: train(net, "O2", half))
 
 
 def test_a_line_of_the_model_itself_is_told_the_level_that_runs_it(half: torch.dtype) -> None:
