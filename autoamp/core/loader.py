@@ -22,8 +22,8 @@ from autoamp.errors import ListFileError, warn_user
 ENVIRONMENT_VARIABLE = "AUTOAMP_LISTS"
 PROJECT_FILE = "autoamp.toml"
 _PYPROJECT = "pyproject.toml"
-# So many lists may extend each other in a chain: each takes some frames of Python.
-_MAX_EXTENDS = 50
+# So many lists may name each other in a chain: each takes some frames of Python.
+_MAX_CHAIN = 50
 _GROUP = "autoamp.lists"
 
 
@@ -169,6 +169,15 @@ def _is_name(text: str) -> bool:
     return not text.endswith(".toml") and not any(mark in text for mark in ("/", os.sep))
 
 
+def _check_chain(key: str, name: str, chain: tuple[str, ...], asked_by: RuleSource) -> None:
+    """Refuse a list that is in the chain of those that led to it by a key, or that makes the chain too long."""
+    if name in chain:
+        cycle = " -> ".join((*chain[chain.index(name) :], name))
+        fail(asked_by, f"`{key}` is circular: {cycle}; remove one of these entries")
+    if len(chain) >= _MAX_CHAIN:
+        fail(asked_by, f"{Path(name).name!r} ends a chain of {len(chain)} lists by `{key}`; name some in one `{key}`")
+
+
 @dataclass
 class _Layers:
     """The tables of list sets, in the order in which they are laid over each other.
@@ -177,11 +186,13 @@ class _Layers:
         bases: The lowest, by name: shipped sets, and whatever a list extends.
         own: The own rules of each source, over all bases.
         base_chosen: Whether a source has decided on the bases, be it for none.
+        opened: The names of the sources that name each other, from the first to the one at hand.
     """
 
     bases: dict[str, CastTable] = field(default_factory=dict)
     own: list[CastTable] = field(default_factory=list)
     base_chosen: bool = False
+    opened: tuple[str, ...] = ()
 
     def add(self, lists: object, asked_by: RuleSource, folder: Path) -> None:
         """Add a source of any kind that `load_table` takes; relative paths start at `folder`."""
@@ -192,7 +203,9 @@ class _Layers:
             case str() if _is_name(lists):
                 self.add_base(lists, asked_by, folder, ())
             case str() | os.PathLike():
-                self.add_own(_read_named(os.path.join(folder, os.fsdecode(lists)), asked_by, folder))
+                found = _read_named(os.path.join(folder, os.fsdecode(lists)), asked_by, folder)
+                _check_chain("lists", found.source.name, self.opened, asked_by)
+                self.add_own(found)
             case Mapping():
                 self.add_own(ListSet(Source(asked_by.path, folder), lists))
             case list() | tuple():
@@ -204,8 +217,10 @@ class _Layers:
 
     def add_own(self, found: ListSet) -> None:
         """Add what a file or mapping names and extends, then its own rules."""
+        self.opened = (*self.opened, found.source.name)
         for item, ref in enumerate(found.lists):
             self.add(ref, found.source.at("lists", item=item), found.source.folder)
+        self.opened = self.opened[:-1]
         self._extend(found, (found.source.name,))
         self.own.append(found.own)
 
@@ -214,11 +229,7 @@ class _Layers:
         self.base_chosen = True
         found = _read_named(ref, asked_by, folder)
         name = found.source.name
-        if name in chain:
-            cycle = " -> ".join((*chain[chain.index(name) :], name))
-            fail(asked_by, f"`extends` is circular: {cycle}; remove one of these entries")
-        if len(chain) >= _MAX_EXTENDS:
-            fail(asked_by, f"{ref!r} ends a chain of {len(chain)} lists by `extends`; name some in one `extends`")
+        _check_chain("extends", name, chain, asked_by)
         if name not in self.bases:
             self._extend(found, (*chain, name))
             for item, other in enumerate(found.lists):

@@ -208,10 +208,13 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         return found[1]
 
     def _place(self, func: Any, frame: FrameType, user: FrameType | None) -> Place:
+        spelled = str(getattr(func, "__name__", ""))
+        if spelled == "copy_" and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP:
+            # An fp32 result is written to what the in-place form of this function was called on.
+            func = frame.f_locals.get("functional") or func
         name = None if func is None else bare_name(func)
         path, _, root = self._paths.find(self._modules)
         is_cast = name in CASTS and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP
-        spelled = str(getattr(func, "__name__", ""))
         in_place = spelled.endswith("_") and not spelled.endswith("__")
         names = () if name is None else spelled_at(name, func, user)
         classes = tuple(class_name(type(module)) for module in self._modules)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from autoamp.core import AUTOCAST
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.tools.call_sites import CASTS, OPERATORS
 from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of
@@ -286,6 +287,20 @@ class Entry:
             op = next((op for op, operators in OPERATORS.items() if self.names[0] in operators), self.names[0])
             entry += f"; an entry {op!r} does not cover the operator"
         return f"write it out of place (as y = y * x for y *= x), and {entry}" if in_place else entry
+
+
+def advice_without_lists(entry: Entry, casts_by: str, device_type: str) -> str:
+    """Return the sentence that takes the place of an entry where the program casts by itself.
+
+    Args:
+        entry: The entry.
+        casts_by: What it casts by: its `torch.autocast`, or a half model.
+        device_type: The type of the devices whose tensors are cast.
+    """
+    what = ", ".join(entry.names) if entry.names else f"modules of class {entry.module}"
+    where = f"within torch.autocast({device_type!r}, enabled=False) and " if casts_by == AUTOCAST else ""
+    why = f"lists have no effect, as the program casts by itself ({casts_by})"
+    return f"call {what} {where}with fp32 tensors (tried); {why}"
 
 
 def is_half(op: Op) -> bool:

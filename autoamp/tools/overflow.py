@@ -31,7 +31,7 @@ from autoamp.core import (
 )
 from autoamp.errors import kind_of
 from autoamp.tools.capsule import CapsuleWriter
-from autoamp.tools.findings import by_communication, explain_tape, unlocated
+from autoamp.tools.findings import Entry, advice_without_lists, by_communication, explain_tape, unlocated
 from autoamp.tools.inferences import Inferences
 from autoamp.tools.kept_state import KeptState
 from autoamp.tools.observer import Observation
@@ -117,6 +117,7 @@ class OverflowTrace(Listener):
         is_known = any(one.place == found.place for one in self.all)
         level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
         number = None if late else self._optimizers.step_stats.all - 1
+        found = self.with_lists(found)
         found = replace(found, loss_scale=None if math.isnan(scale) else scale, iteration=number)
         found = self._noted(found, late, level, skips, at_any_scale=is_failure)
         for listener in list(self.listeners):
@@ -127,8 +128,16 @@ class OverflowTrace(Listener):
         """Explain a step that no loss scale guards, if it was recorded."""
         if late or not self.recorder.step.is_recorded:
             return None
-        found = replace(self._explain_step(self.recorder.step, 1.0, late), iteration=number)
+        found = self.with_lists(replace(self._explain_step(self.recorder.step, 1.0, late), iteration=number))
         return self._noted(found, late, logging.DEBUG, None)
+
+    def with_lists(self, found: Overflow) -> Overflow:
+        """Return a finding with what to do in place of its entry, if the program casts by itself."""
+        entry = Entry(found.fp32_names, found.fp32_module)
+        if self._casts.yielded_to is None or entry == Entry():
+            return found
+        advice = advice_without_lists(entry, self._casts.yielded_to, self._casts.device_type)
+        return replace(found, suggestion=advice, fp32_names=(), fp32_module=None)
 
     def _noted(
         self, found: Overflow, late: bool, level: int, skips: Skips | None, *, at_any_scale: bool = False

@@ -9,9 +9,10 @@ again with these in fp32, and they are told if that removes most of the error of
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 from autoamp.tools.findings import (
     Entry,
+    advice_without_lists,
     half_ops_before,
     half_precision_finding,
     in_fp32_with,
@@ -63,6 +65,7 @@ class Rounding:
         errors: Those of the step.
         share: How much of the error in the gradients, or else in the loss, is gone with them in fp32.
         entry: The entry of a list that does that; None if none was found.
+        advice: What to do in place of the entry, if lists have no effect.
     """
 
     ops: tuple[tuple[str | None, str | None, str | None], ...]
@@ -71,10 +74,13 @@ class Rounding:
     errors: Errors
     share: float
     entry: Entry | None
+    advice: str | None = None
 
     @property
     def remedy(self) -> str:
         """What to do."""
+        if self.advice is not None:
+            return self.advice
         if self.entry is None:
             return "compute these lines in fp32; no entry of a list was found that does"
         return self.entry.advice()
@@ -96,7 +102,7 @@ class Rounding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        entry = self.entry or Entry()
+        entry = Entry() if self.entry is None or self.advice is not None else self.entry
         return {
             "ops": [dict(zip(("op", "module", "location"), one, strict=True)) for one in self.ops],
             "sentence": str(self), "remedy": self.remedy, "own_error": self.own_error, "share": self.share,
@@ -108,6 +114,8 @@ class Rounding:
 class StepCheck:
     """Compares steps that are about to be taken with fp32, by the tapes that `OverflowTrace` recorded.
 
+    Of a step with a closure that is the first evaluation whose gradients are finite.
+
     Args:
         overflows: Records the steps. Nothing is compared unless it records all of them.
 
@@ -117,7 +125,6 @@ class StepCheck:
         farthest: The errors of the step whose gradients were farthest from fp32; None if none were compared.
         source: What makes most of those errors, if they are large and no rounding explains them: no fault by itself, as
             close to a minimum all gradients are of rounding. None otherwise.
-        compared: The number of steps that were compared.
         unchecked: Why the last step that could not be compared was not; None if all were.
     """
 
@@ -126,31 +133,81 @@ class StepCheck:
         self.roundings: list[tuple[int, Rounding]] = []
         self.farthest: Errors | None = None
         self.source: Rounding | None = None
-        self.compared = 0
         self.unchecked: str | None = None
         self._overflows = overflows
+        # The numbers of those that were compared.
+        self._steps: set[int] = set()
+        # The step whose closure is to be compared.
+        self._awaited: int | None = None
 
-    def compare(self, step: int) -> None:
-        """Compare the coming step with fp32, if its number, from 0, is 0, 1, 4, 16 and so on."""
-        if not (self._overflows.always and (step == 0 or is_sampled(step))):
-            return
+    @property
+    def compared(self) -> int:
+        """The number of steps that were compared."""
+        return len(self._steps)
+
+    def compare(self, step: int, closure: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
+        """Compare the coming step with fp32, if its number, from 0, is 0, 1, 4, 16 and so on.
+
+        Args:
+            step: The number.
+            closure: What the step is given to make gradients. They may be there all the same, as those of SAM are.
+
+        Returns:
+            What is to be called in place of the closure.
+        """
+        recorder = self._overflows.recorder
+        self._awaited = step if self._overflows.always and (step == 0 or is_sampled(step)) else None
+        if self._awaited is not None and (closure is None or recorder.step.has_gradients):
+            self._compare_if_possible(step)
+            self._awaited = None
+        if closure is None:
+            return None
+
+        @functools.wraps(closure)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            recorder.step.in_closure = True
+            if self._awaited is not None:
+                if self._compare_if_possible(self._awaited):
+                    self._awaited = None
+                # What the closure calls next is on a tape of its own.
+                recorder.end_step()
+            return loss
+
+        return evaluate
+
+    def _compare_if_possible(self, step: int) -> bool:
+        """Compare a step; return whether its gradients were finite, or it cannot be compared."""
         try:
-            self._compare(step)
-            self.compared += 1
+            is_finite = self._compare(step)
+            self._steps.add(step)
+            return is_finite
         except Exception as error:
             # A comparison never ends the program.
             self.unchecked = str(error) or type(error).__name__
             log.debug("a step could not be compared with fp32", exc_info=True)
+            return True
 
-    def _compare(self, step: int) -> None:
-        """Find the first op that overflows in half precision, if that changes gradients, or else ops that round."""
+    def _with_lists(self, found: Rounding) -> Rounding:
+        """Return a rounding with what to do where lists have no effect."""
+        casts = self._overflows.observation.casts
+        if found.entry is None or casts.yielded_to is None:
+            return found
+        return replace(found, advice=advice_without_lists(found.entry, casts.yielded_to, casts.device_type))
+
+    def _compare(self, step: int) -> bool:
+        """Find the first op that overflows in half precision, if that changes gradients, or else ops that round.
+
+        Returns:
+            Whether gradients are finite.
+        """
         observation = self._overflows.observation
         tape = self._overflows.tape_of(self._overflows.recorder.step, 1.0)
         with observation.quietly(), observation.casts.switched(False, forced_off=True):
             half = Followed(tape)
             # If gradients are not finite the step will be skipped, and that overflow is explained.
             if half.at_gradients:
-                return
+                return False
             wide = Rerun(tape, everything).finish()
             errors = errors_of(half, wide)
             is_farthest = self.farthest is None or errors.gradients > self.farthest.gradients
@@ -163,13 +220,16 @@ class StepCheck:
                 overflow = half_precision_finding(origin, Followed(tape, everything))
                 if overflow.place not in [known.place for _, known in self.faults]:
                     taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
-                    overflow_there = replace(overflow, iteration=step, parameter=wrong[0])
+                    overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
                     self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
             rounding = _find_rounding(tape, errors, wide) if origin is None else None
-            if rounding is None and origin is None and is_farthest and errors.gradients >= _MUCH:
-                self.source = _find_source(tape, errors, wide)
+            is_told = rounding is not None or (origin is not None and wrong)
+            if is_farthest and not is_told and errors.gradients >= _MUCH:
+                source = _find_source(tape, errors, wide)
+                self.source = source and self._with_lists(source)
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
-                self.roundings.append((step, rounding))
+                self.roundings.append((step, self._with_lists(rounding)))
+        return True
 
 
 def _line_of(tape: Tape, op: Op) -> Place:
@@ -229,6 +289,8 @@ def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
         entries = [*([Entry(names)] if names else []), *module_entries(ops[-1])]
         tried = (one for one in entries if keeps_products(tape, one.acts_on))
         entry = next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
+        if entry is None and errors.gradients >= _MUCH:
+            entry = _first_that_heals((*entries, *_wide_entries(_halves(tape), left)), left)
         return Rounding(tuple(named), dtype_name(tape.half_dtype), own_error, errors, share, entry)
     return None
 
@@ -246,7 +308,7 @@ def _find_source(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
         run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
         return errors_of(run, wide).gradients / errors.gradients
 
-    halves = [op for op in tape.ops if op.phase == "forward" and not op.place.is_cast and is_half(op)]
+    halves = _halves(tape)
     lines = list(dict.fromkeys(_line_of(tape, op) for op in halves))[:_MAX_TRIED]
     rest = {line: left(_any_of([line])) for line in lines}
     found = _fewest(sorted(lines, key=rest.__getitem__)[:_MAX_LINES], left)
@@ -254,21 +316,40 @@ def _find_source(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
         ops = [op for op in halves if _any_of(found)(op)]
         named = tuple((line.function, line.module, line.location) for line in found)
         entries = [Entry(tuple(dict.fromkeys(name for op in ops for name in op.place.names))), *module_entries(ops[-1])]
+        entry, share = _first_that_heals((*entries, *_wide_entries(halves, left)), left), left(_any_of(found))
     else:
-        # The whole of a module, whose class is named in place of a line.
-        named, ops = (), halves
-        entries = list(dict.fromkeys(entry for op in halves for entry in reversed(module_entries(op))))[:_MAX_TRIED]
-    healing = ((one, left(one.acts_on, one.module is not None)) for one in entries if one.names or one.module)
-    entry, share = next(((one, rest) for one, rest in healing if rest <= _LEFT), (None, 1.0))
-    if found is not None:
-        share = left(_any_of(found))
-    elif entry is not None:
-        ops = [op for op in halves if entry.acts_on(op)]
-        named = ((f"module {entry.module}", None, None),)
-    if not named:
-        return None
+        # The class of a module is named in place of a line, or functions are, wherever they are called.
+        entry = _first_that_heals(_wide_entries(halves, left), left)
+        if entry is None:
+            return None
+        ops, share = [op for op in halves if entry.acts_on(op)], left(entry.acts_on, entry.module is not None)
+        functions = dict.fromkeys(op.place.function for op in ops)
+        named = tuple((one, None, None) for one in ([f"module {entry.module}"] if entry.module else functions))
     first = next(filter(is_product, ops), ops[0])
     return Rounding(named, dtype_name(tape.half_dtype), _own_error(tape, first), errors, 1.0 - share, entry)
+
+
+def _halves(tape: Tape) -> list[Op]:
+    """Return the ops of the forward pass in half precision, without casts."""
+    return [op for op in tape.ops if op.phase == "forward" and not op.place.is_cast and is_half(op)]
+
+
+def _wide_entries(halves: list[Op], left: Callable[..., float]) -> Iterator[Entry]:
+    """Yield entries for modules of the program, the outermost first, then for functions, at last for several."""
+    modules = dict.fromkeys(entry for op in halves for entry in reversed(module_entries(op)))
+    yield from itertools.islice(modules, _MAX_TRIED)
+    functions = list(dict.fromkeys(Entry(op.place.names) for op in halves if op.place.names))[:_MAX_TRIED]
+    names: tuple[str, ...] = ()
+    for entry in sorted(functions, key=lambda one: left(one.acts_on)):
+        yield entry
+        names = tuple(dict.fromkeys((*names, *entry.names)))
+        yield Entry(names)
+
+
+def _first_that_heals(entries: Iterable[Entry], left: Callable[..., float]) -> Entry | None:
+    """Return the first entry that removes most of the error of a step."""
+    tried = (one for one in entries if one.names or one.module)
+    return next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
 
 
 def _any_of(lines: list[Place]) -> Choice:

@@ -67,6 +67,7 @@ class RecordedStep:
         loss_refs: What the tape calls the losses.
         grads: Gradients that are not in the ``.grad`` of their parameters.
         is_recorded: Whether its operators are recorded.
+        in_closure: Whether an optimizer's closure was evaluated in it.
         ended: Whether an optimizer was called.
     """
 
@@ -76,6 +77,7 @@ class RecordedStep:
     loss_refs: list[Ref | None] = field(default_factory=list)
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     is_recorded: bool = False
+    in_closure: bool = False
     ended: bool = False
 
     @property
@@ -84,6 +86,12 @@ class RecordedStep:
         if self.recording is None:
             raise CannotRerun("no call of a model that records gradients was seen in this step")
         return self.recording.tape
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass is on its tape, of a loss that no closure has computed."""
+        ops = () if self.recording is None or self.in_closure else self.recording.tape.ops
+        return any(op.phase == "backward" for op in ops)
 
     def named(self) -> tuple[Named, ...]:
         """Return the tensors on its tape that have names."""
@@ -190,7 +198,8 @@ class StepRecorder(Listener):
     def forget(self) -> None:
         """Drop the tape of the step at hand, and what it holds. The step may still run, as one with a closure."""
         self.stop()
-        self.step.recording, self.step.models = None, []
+        # What the tape calls losses means nothing on another one.
+        self.step.recording, self.step.models, self.step.loss_refs = None, [], []
 
     def closed(self) -> None:
         """Drop what was recorded: torch is about to be restored."""

@@ -93,6 +93,16 @@ def test_the_suggested_entry_avoids_the_overflow(name: str) -> None:
     assert not handle.last_step_skipped
 
 
+def test_an_in_place_form_that_computes_in_fp32_is_named_and_not_the_copy_of_its_result() -> None:
+    def fault(h: Tensor) -> Tensor:
+        big = h.detach().half().clamp(12.0, 12.0) + 0 * h.half()
+        return h + 1e-9 * big.exp_().sum(dtype=torch.float32)
+
+    found = found_in(train(Net(fault)))
+    assert (found.op, found.fp32_names) == ("exp", ("exp",))
+    assert str(found.suggestion).startswith("write it out of place")
+
+
 BIG_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "__mul__": lambda h: h * 500.0,
     "div": lambda h: torch.div(h, 0.002),

@@ -299,6 +299,143 @@ def test_above_ten_percent_what_makes_it_is_named_although_it_is_all_of_the_prod
     assert "of that comes from" not in healed["verdict"]["sentence"]
 
 
+class Curves(nn.Module):
+    """A layer of a Kolmogorov-Arnold network: sums of B-spline bases, by the recursion of Cox and de Boor."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.coef = nn.Parameter(torch.randn(inputs, outputs, 8) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base, knots, x = F.silu(x).sum(1, keepdim=True), torch.linspace(-2.2, 2.2, 12), x[..., None]
+        bases = ((x >= knots[:-1]) * (x < knots[1:])).float()
+        for k in range(1, 4):
+            rising = (x - knots[: -(k + 1)]) / (knots[k:-1] - knots[: -(k + 1)]) * bases[..., :-1]
+            bases = rising + (knots[k + 1 :] - x) / (knots[k + 1 :] - knots[1:-k]) * bases[..., 1:]
+        return base + torch.einsum("bij,ioj->bo", bases, self.coef)  # rounds
+
+
+def by_closures(
+    make: type[torch.optim.Optimizer], steps: int = 5, records: bool = True, **settings: Any
+) -> tuple[Any, int]:
+    """Train by closures, with an evaluation after each step. Return the report, and how often closures were called."""
+    torch.manual_seed(0)
+    net, x, calls = nn.Sequential(Curves(2, 5), Curves(5, 1)), torch.rand(200, 2) * 2 - 1, 0
+    y = torch.exp(torch.sin(torch.pi * x[:, :1]) + x[:, 1:] ** 2)
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0, trace_overflow=True, **settings)
+    if records:
+        handle.record(sample=False)
+    optimizer: Any = make(net.parameters(), lr=1.0 if make is torch.optim.LBFGS else 1e-3)  # type: ignore[call-arg]
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = F.mse_loss(net(x).float(), y)
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+        F.mse_loss(net(x).float(), y)
+    found = handle.report() if records else None
+    handle.deactivate()
+    return found, calls
+
+
+def test_a_step_of_lbfgs_is_compared_by_an_evaluation_of_its_closure() -> None:
+    found, calls = by_closures(torch.optim.LBFGS)
+    assert (found["samples"]["compared"], found["coverage"]) == (3, [])
+    assert f"einsum in module 0 at {line_of(Curves)}" in found["verdict"]["sentence"]
+    assert [entry["op"] for entry in found["remedies"]] == ["einsum"]
+    assert calls == by_closures(torch.optim.LBFGS, records=False)[1] > 10
+    healed, _ = by_closures(torch.optim.LBFGS, lists={"fp32": ["einsum"]})
+    assert "the gradients are off by 0.0%" in healed["verdict"]["sentence"]
+
+
+def test_a_step_of_sgd_with_a_closure_is_compared() -> None:
+    found, calls = by_closures(torch.optim.SGD)
+    assert (found["samples"]["compared"], found["coverage"], calls) == (3, [], 5)
+
+
+def test_the_name_of_a_function_heals_where_no_line_and_no_module_of_the_program_does() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(12)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    net, x = nn.Sequential(*layers), torch.rand(64, 8) * 2 - 1
+    with torch.no_grad():
+        exact = net(x) + 1e-3 * torch.randn(64, 8)
+    sentence = near_its_minimum(net, x, lambda _: exact)["verdict"]["sentence"]
+    assert sentence.endswith('of that comes from linear: add fp32 = ["linear"] to the list file (tried)')
+    healed = near_its_minimum(net, x, lambda _: exact, lists={"fp32": ["linear"]})
+    assert "of that comes from" not in healed["verdict"]["sentence"]
+
+
+class InRegion:
+    """Calls splines within a region of the program's own; ``exact`` as the report advises."""
+
+    def __init__(self, exact: bool) -> None:
+        self.spline, self.exact = Spline(4, 4), exact
+        self.parameters = self.spline.parameters
+
+    def __call__(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if not self.exact:
+                return self.spline(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.spline(x.float())
+
+
+def test_no_entry_is_advised_where_the_program_casts_by_itself() -> None:
+    sentences = []
+    for exact in (False, True):
+        torch.manual_seed(0)
+        net: Any = InRegion(exact)
+        x = torch.rand(64, 4) * 2 - 1
+        with torch.no_grad():
+            y = net.spline(x) + 1e-3 * torch.randn(64, 4)
+        found = near_its_minimum(net, x, lambda _, y=y: y, scope="modules")  # type: ignore[misc]
+        assert found["remedies"] == []
+        sentences.append(found["verdict"]["sentence"])
+    advice = "call einsum within torch.autocast('cpu', enabled=False) and with fp32 tensors (tried)"
+    assert sentences[0].endswith(f"{advice}; lists have no effect, as the program casts by itself (torch.autocast)")
+    assert "of that comes from" not in sentences[1]
+
+
+def of_derivatives(**settings: Any) -> Any:
+    """Train a step on the second derivative of a network, as those for equations of physics do."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    x = torch.rand(200, 2, requires_grad=True)
+    handle: Any = autoamp.init(device_type="cpu", dtype=torch.bfloat16, loss_scale=1.0, trace_overflow=True, **settings)
+    handle.record(sample=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+
+    def residual() -> Tensor:
+        (first,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+        return first[:, 1] - 0.1 * second[:, 0]
+
+    with handle.disable_casts():
+        exact = residual().detach() + 1e-4 * torch.randn(200)
+    loss = (residual() - exact).square().mean()
+    with handle.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    found = handle.report()
+    handle.deactivate()
+    return found
+
+
+def test_a_derivative_with_a_graph_of_its_own_is_in_fp32_where_its_function_is() -> None:
+    sentence = of_derivatives()["verdict"]["sentence"]
+    assert sentence.endswith('add fp32 = ["linear"] to the list file (tried)'), sentence
+    healed = of_derivatives(lists={"fp32": ["linear"]})["verdict"]["sentence"]
+    assert "the gradients are off by 0.0%" in healed
+
+
 def test_the_page_shows_it() -> None:
     found = report_of(Rotary, clean=False, dtype=torch.bfloat16)
     (rounding,) = found["roundings"]

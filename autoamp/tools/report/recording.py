@@ -143,7 +143,7 @@ class ReportRecording(Watch):
         """Begin with the coming step."""
         stack, overflows = self._stack, self.overflows
         stack.callback(self._followers.add(self._stepped, after_skips=True))
-        stack.enter_context(listen(optimizer_called=lambda *_: self.check.compare(self.steps)))
+        stack.enter_context(listen(optimizer_called=self._called))
         overflows.listeners.append(self._overflowed)
         stack.callback(overflows.listeners.remove, self._overflowed)
         if self._sample:
@@ -161,6 +161,14 @@ class ReportRecording(Watch):
             self._note_scale()
             self._note_skips()
         self._stack.close()
+
+    def _called(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Compare a step that begins with fp32. Returns what torch calls it with, if it has a closure."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        evaluate = self.check.compare(self.steps, closure if callable(closure) else None)
+        if evaluate is None:
+            return None
+        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
     def _stepped(self) -> None:
         """Count a step."""

@@ -348,6 +348,9 @@ class Recording(OperatorMode):
         if in_backward and not grad:
             return self._place_of_node(current_node()), "backward"
         place = self._where()
+        if in_backward and place.function is None:
+            # No code computes again: this is a gradient that has a graph of its own.
+            place = self._place_of_node(current_node())
         if threading.get_ident() == self._thread and any(tensor.requires_grad for tensor, _ in read):
             # The node was made just before.
             self._nodes.setdefault(number_of_nodes() - 1, (name, place))

@@ -286,6 +286,18 @@ def test_a_pipe_or_a_device_is_no_list_file(place: Path) -> None:
             load(path)
 
 
+@pytest.mark.parametrize("number", [1, 100])
+def test_a_circle_and_a_long_chain_of_pyprojects_is_refused(place: Path, number: int) -> None:
+    for one in range(number):
+        folder = place / f"p{one}"
+        folder.mkdir()
+        text = f'[tool.autoamp]\nlists = ["../p{(one + 1) % number}/pyproject.toml"]\n'
+        (folder / "pyproject.toml").write_text(text, encoding="utf-8")
+    problem = "circular" if number == 1 else "ends a chain of 50 lists by"
+    with pytest.raises(ListFileError, match=f"{problem}.*(remove one of these entries|name some in one `lists`)"):
+        load(place / "p0" / "pyproject.toml")
+
+
 def test_a_long_chain_of_extends_is_refused(place: Path) -> None:
     for number in range(100):
         write(place / f"a{number}.toml", f"extends = 'a{number + 1}.toml'")
