@@ -165,6 +165,17 @@ def compacted(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+_VERSION = operator.attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
+    """Return `version_of` each tensor, by one sweep where none is an inference tensor."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
+
+
 def version_of(tensor: Tensor) -> int | None:
     """Return how often torch saw a tensor written to; None for an inference tensor, where it does not count."""
     try:

@@ -12,7 +12,6 @@ import copy
 import functools
 import gc
 import inspect
-import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,13 +24,12 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from autoamp.core.gradients import is_sharded, local_of
 from autoamp.core.ranks import several_processes
 from autoamp.errors import UsageError, kind_of
-from autoamp.tensors import HALF_DTYPES, map_tensors, version_of, without_grad
+from autoamp.tensors import HALF_DTYPES, map_tensors, version_of, versions_of, without_grad
 
 # What changes where torch reports a write: the versions of a tensor and of its local part, and the address of its data.
 _State = tuple[int | None, int | None, int]
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_version = operator.attrgetter("_version")
 
 
 class Link:
@@ -233,13 +231,10 @@ def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
 
 def _states(tensors: Sequence[Tensor]) -> list[_State]:
     """Return the state of each tensor, by sweeps that hundreds of them do not slow."""
-    if _PLAIN.issuperset(map(type, tensors)):
-        # Inference tensors have no versions.
-        with contextlib.suppress(RuntimeError):
-            versions = list(map(_version, tensors))
-            return list(zip(versions, versions, map(Tensor.data_ptr, tensors), strict=True))
-    parts = map(local_of, tensors)
-    return [(version_of(whole), version_of(part), part.data_ptr()) for whole, part in zip(tensors, parts, strict=True)]
+    parts = tensors if _PLAIN.issuperset(map(type, tensors)) else list(map(local_of, tensors))
+    versions = versions_of(tensors)
+    of_parts = versions if parts is tensors else versions_of(parts)
+    return list(zip(versions, of_parts, map(Tensor.data_ptr, parts), strict=True))
 
 
 T = TypeVar("T")

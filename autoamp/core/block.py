@@ -399,10 +399,11 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
     seen: set[int] = set()
     for guard in guards:
         # A parameter of several optimizers is brought to the scale once.
-        params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
-        seen.update(map(id, params))
-        if params and not is_same_scale(guard.grads.scale, scale):
-            scale_(params, scale_ratio(scale, guard.grads.scale))
+        if len(guards) > 1 or not is_same_scale(guard.grads.scale, scale):
+            params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
+            seen.update(map(id, params))
+            if params and not is_same_scale(guard.grads.scale, scale):
+                scale_(params, scale_ratio(scale, guard.grads.scale))
     for guard in guards:
         if guard.masters is not None:
             guard.masters.before_backward()

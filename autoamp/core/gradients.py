@@ -12,6 +12,8 @@ and bool tensors carry no gradient of a loss and are left alone. Any other dtype
 from __future__ import annotations
 
 import itertools
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from autoamp.core.loss_scale import Factor, Scale, inverse_scale
 from autoamp.errors import UsageError
-from autoamp.tensors import HALF_DTYPES, version_of
+from autoamp.tensors import HALF_DTYPES, version_of, versions_of
 from autoamp.torch_private import unscale_and_check_
 
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
@@ -29,11 +31,11 @@ _Name = TypeVar("_Name")
 _MASKED_FILL: Any = torch.Tensor.masked_fill_
 
 Mark = tuple[TensorWeakRef, int | None]
-_UNKNOWN: tuple[Any, None] = None, None
-
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_KIND = operator.attrgetter("device", "dtype", "layout")
+_CONTIGUOUS, _NEGATED, _INFERENCE = torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.is_inference
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -259,6 +261,16 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 
 def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
+    params = list(params)
+    grads: list[Any] = [param.grad for param in params if param.grad is not None]
+    if {*map(type, grads)} == {torch.Tensor} and len({*map(id, grads)}) == len(grads):
+        # Of one kind, written in place as they are: seen by sweeps that hundreds of parameters do not slow.
+        kinds = {*map(_KIND, grads)}
+        (device, dtype, layout), *others = kinds
+        is_plain = not others and layout is torch.strided and dtype in _REAL and all(map(_CONTIGUOUS, grads))
+        locked = is_plain and not torch.is_inference_mode_enabled() and any(map(_INFERENCE, grads))
+        if is_plain and not locked and not any(map(_NEGATED, grads)):
+            return {(device, dtype): grads}
     groups = grouped_by_kind(_writable_grads(params))
     for _, dtype in groups:
         if dtype not in _REAL:
@@ -362,22 +374,25 @@ class CheckedGrads:
     """The gradients of one optimizer that were checked, as they were then."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, Mark] = {}
+        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Take note that the gradients of these parameters were checked as they are now."""
-        for param in params:
-            if (grad := param.grad) is not None:
-                # `mark_of` written out for plain tensors: this runs for each parameter of each step.
-                is_plain = type(grad) is torch.Tensor and not grad.is_inference()
-                self._marks[id(param)] = (TensorWeakRef(grad), grad._version) if is_plain else mark_of(grad)
+        known = [param for param in params if param.grad is not None]
+        grads: list[Any] = [param.grad for param in known]
+        versions = versions_of(grads)
+        if not _PLAIN.issuperset(map(type, grads)):
+            versions = [None if is_sharded(grad) else version for grad, version in zip(grads, versions, strict=True)]
+        # By sweeps that hundreds of parameters do not slow: this runs in each step. What a plain weak reference gives
+        # is compared and nothing else, so it need not be a `TensorWeakRef`.
+        self._marks.update(zip(map(id, known), zip(map(weakref.ref, grads), versions, strict=True), strict=True))
 
     def unchecked(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters whose gradients were not checked, or were written to or replaced since."""
-        found = []
+        found, marks = [], self._marks
         for param in params:
             if (grad := param.grad) is not None:
-                reference, version = self._marks.get(id(param), _UNKNOWN)
-                if version is None or reference() is not grad or grad._version != version:
+                mark = marks.get(id(param))
+                if mark is None or mark[0]() is not grad or mark[1] is None or grad._version != mark[1]:
                     found.append(param)
         return found

@@ -36,6 +36,8 @@ from autoamp.tensors import iter_tensors
 from autoamp.torch_private import current_graph_task
 
 _VECTORS = 4
+# So many elements are copied in less time than a norm takes to begin.
+_FEW = 2**14
 # A scale that was backed off to 0 is told as this.
 _LOWEST = 2.0**-126
 
@@ -313,7 +315,8 @@ class NonFiniteSteps:
 def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:
     """Return a flag of one element that tells of inf or nan in any of these; None where there are none.
 
-    On a CPU it may be set for finite values above 1e19 too: there a largest value takes 30 times as long as a 2-norm.
+    On a CPU it may be set for finite values above 1e19 too, where they are many: a largest value takes 30 times as long
+    as a 2-norm.
     """
     local = [local_of(tensor) for tensor in (*grads, *losses)]
     if not local:
@@ -321,7 +324,12 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
     if not grads:
         # 0, or nan where a loss is inf or nan. On a GPU a norm takes more kernels, and copies.
         return functools.reduce(torch.add, ((loss - loss).to(local[0].device) for loss in local))
-    norm_type = 2.0 if all(tensor.is_cpu for tensor in local) else torch.inf
+    on_cpu = all(tensor.is_cpu for tensor in local)
+    if on_cpu and sum(tensor.numel() for tensor in local) <= _FEW and {torch.strided} == {one.layout for one in local}:
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in local])
+        # 0, or nan.
+        return (flat - flat).sum()
+    norm_type = 2.0 if on_cpu else torch.inf
     return total_norm(local, norm_type).isfinite().logical_not()
 
 

@@ -359,6 +359,8 @@ class GuardedGrads:
 
     def _look(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Return flags that tell whether gradients, which are not scaled, have inf or nan."""
+        if not params:
+            return []
         found = unscale_(params, 1.0, None if self.last is None else self.last[0].unread.blank)
         self.checked.note(params)
         return found
