@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.tools.call_sites import CASTS, OPERATORS
-from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of
+from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of, nonfinite_value
 from autoamp.tools.tape import CannotRerun, Choice, Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tools.verdicts import (
     Communication,
@@ -189,7 +189,7 @@ def _heals(tape: Tape, entry: Entry) -> bool:
     # Without the scale gradients may be too small.
     for factor in dict.fromkeys((1.0 / max(tape.scale, 1.0), 1.0)):
         run = _run_with(tape, entry, factor)
-        if _causes(run):
+        if _causes(run) or not _gradients_fit(run):
             return False
         wide = Rerun(tape, everything, factor=factor).finish()
         errors = sorted(errors_of(run, wide).parameters.values())
@@ -197,6 +197,12 @@ def _heals(tape: Tape, entry: Entry) -> bool:
         if not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2]):
             return True
     return False
+
+
+def _gradients_fit(run: Followed) -> bool:
+    """Whether gradients fit into half parameters, as those of O3 are: what computes in fp32 casts them, and back."""
+    gradients = (run.value(one.ref).to(one.ref.dtype) for one in run.tape.named if one.kind == "grad")
+    return all(nonfinite_value(gradient) is None for gradient in gradients)
 
 
 def _given_finding(run: Followed, origin: NonFiniteOrigin) -> Overflow:
@@ -359,12 +365,11 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
         within: Whether they are all that is called in some modules, in which half tensors that the program itself makes
             stay half.
     """
-    casts: dict[int, Place] = {}
-    chosen: set[Place] = set()
+    casts: dict[int, Op] = {}
+    chosen: set[Op] = set()
     wide: set[int] = set()
     # Half tensors that the program makes within the modules.
     own_half: set[int] = set()
-    # Operators of a backward pass have the places of those of the forward pass.
     for op in (op for op in tape.ops if op.phase != "backward"):
         given, results = list(iter_refs((op.args, op.kwargs))), list(iter_refs(op.outputs))
         read, made = {ref.memory for ref in given}, {ref.memory for ref in results}
@@ -377,13 +382,15 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
             is_listed = op.place.function not in CASTS and not (halves and halves <= own_half)
             own_half |= made if makes_half and not is_listed else set()
         if op.place.is_cast:
-            casts.update(dict.fromkeys(made, op.place))
+            casts.update(dict.fromkeys(made, op))
             # A cast to fp32 of what is fp32 by the entry, whose gradient is then fp32 too.
-            chosen |= {op.place} if is_promoted and not makes_half else set()
+            chosen |= {op} if is_promoted and not makes_half else set()
         elif is_listed:
-            chosen |= {op.place, *feeding}
+            chosen |= {op, *feeding}
             wide |= made
         elif is_promoted and not (makes_half and (feeding or op.place.function in CASTS or is_product(op))):
-            chosen.add(op.place)
+            chosen.add(op)
             wide |= made
-    return lambda op: op.place in chosen
+    # Operators of a backward pass have the places and the nodes of those of the forward pass.
+    calls = {(op.place, op.node) for op in chosen if op.node != -1}
+    return lambda op: op in chosen or (op.phase == "backward" and (op.place, op.node) in calls)

@@ -116,6 +116,8 @@ class Op:
         phase: ``"forward"``, ``"backward"``, or ``"recomputation"`` for what a checkpoint computes again.
         is_recorded: Whether its results were recorded, since they are random or come from other ranks.
         is_seed: Whether it made the gradient with which a backward pass begins.
+        node: The number of the node of the graph that its call made, or whose backward pass it is in; -1 for none. It
+            tells two calls of one place apart.
     """
 
     func: Any
@@ -127,6 +129,7 @@ class Op:
     phase: str
     is_recorded: bool = False
     is_seed: bool = False
+    node: int = -1
 
     @property
     def name(self) -> str:
