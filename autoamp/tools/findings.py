@@ -18,7 +18,7 @@ from torch import Tensor
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.tools.call_sites import CASTS, OPERATORS
 from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of, nonfinite_value
-from autoamp.tools.tape import CannotRerun, Choice, Op, Place, Rerun, Tape, everything, iter_refs
+from autoamp.tools.tape import CannotRerun, Choice, Op, Rerun, Tape, everything, iter_refs
 from autoamp.tools.verdicts import (
     Communication,
     HalfPrecisionOp,
