@@ -393,4 +393,26 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
             wide |= made
     # Operators of a backward pass have the places and the nodes of those of the forward pass.
     calls = {(op.place, op.node) for op in chosen if op.node != -1}
-    return lambda op: op in chosen or (op.phase == "backward" and (op.place, op.node) in calls)
+    backward = [op for op in tape.ops if op.phase == "backward"]
+    chosen |= {op for op in backward if (op.place, op.node) in calls}
+    # Gradients that meet are added in the dtype of the tensor whose gradients they are: that in which the next one to
+    # read their sum computes.
+    sums = _sums_of_gradients(backward)
+    reader_is_wide: dict[int, bool] = {}
+    for op in reversed(backward):
+        if op in sums and not any(reader_is_wide.get(ref.memory) for ref in iter_refs(op.outputs)):
+            chosen.discard(op)
+        reader_is_wide.update((ref.memory, op in chosen) for ref in iter_refs((op.args, op.kwargs)))
+    return chosen.__contains__
+
+
+def _sums_of_gradients(backward: list[Op]) -> set[Op]:
+    """Return the operators that add the gradients of a tensor that several calls took."""
+    sums: set[Op] = set()
+    nodes: dict[int, int] = {}
+    for op in backward:
+        given = [nodes.get(ref.memory) for ref in iter_refs(op.args)]
+        if op.name in ("aten::add", "aten::add_") and None not in given and set(given) != {op.node}:
+            sums.add(op)
+        nodes.update((ref.memory, op.node) for ref in iter_refs(op.outputs))
+    return sums
