@@ -391,6 +391,8 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
         elif is_promoted and not (makes_half and (feeding or op.place.function in CASTS or is_product(op))):
             chosen.add(op)
             wide |= made
+        else:
+            wide -= made
     # Operators of a backward pass have the places and the nodes of those of the forward pass.
     calls = {(op.place, op.node) for op in chosen if op.node != -1}
     backward = [op for op in tape.ops if op.phase == "backward"]

@@ -71,7 +71,10 @@ class OverflowTrace(Listener):
         self.always = always
         self.observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        self.recorder = StepRecorder(optimizers.listeners, always=always)
+        local = optimizers.casts.local
+        self.recorder = StepRecorder(
+            optimizers.listeners, always=always, no_list_acts=lambda: bool(local.mode.forced_off)
+        )
         if always:
             explain = functools.partial(self._found, self._look_at_outputs, scale=1.0)
             self.recorder.inferences = Inferences(self.recorder, explain)

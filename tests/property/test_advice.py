@@ -106,7 +106,24 @@ IN_HALF_MODELS: dict[str, Formula] = {
     "matrix_exp": lambda h: h @ ((g := torch.matrix_exp(12.0 * torch.eye(D, dtype=h.dtype) + h * 0.1)) / g.amax()),
     "mse_loss": lambda h: F.mse_loss(x := h * 1000.0, torch.zeros_like(x)) / 1e6,
 }
-FORMULAS = ANYWHERE | IN_HALF_MODELS
+
+
+def where_no_list_acts(h: Tensor) -> Tensor:
+    with autoamp.disable_casts():
+        return (x := h.half() * 1000.0) * x / 1e6
+
+
+def scripted(h: Tensor) -> Tensor:
+    return h * 1000.0 * h * 1000.0
+
+
+# No entry acts on these.
+OUT_OF_REACH: dict[str, Formula] = {
+    "disable_casts": where_no_list_acts,
+    "TorchScript": lambda h: SCRIPTED(h.half()) / 1e6,
+}
+SCRIPTED = torch.jit.script(scripted)
+FORMULAS = ANYWHERE | IN_HALF_MODELS | OUT_OF_REACH
 
 
 class Held(nn.Module):
@@ -281,7 +298,6 @@ def test_the_printed_entry_heals_programs_that_are_drawn() -> None:
 
 FOUND = [
     # The second call computes in fp32 by the entry, the first one does not.
-    Program("pairwise_distance", "O3", "twice"),
     Program("atanh", "O3", "twice"),
     # The gradient of a half weight is half, whatever computes it.
     Program("__matmul__", "O3", "Sequential", size=300.0),
@@ -293,3 +309,13 @@ FOUND = [
 @pytest.mark.parametrize("program", FOUND, ids=str)
 def test_the_printed_entry_heals_programs_that_were_drawn_once(program: Program) -> None:
     assert outcome(program) != "finite"
+
+
+@pytest.mark.parametrize("level", LISTS + HALF_MODELS)
+def test_no_entry_is_printed_where_no_list_acts(level: str) -> None:
+    assert outcome(Program("disable_casts", level)) == "no entry"
+
+
+@pytest.mark.parametrize("level", HALF_MODELS)
+def test_no_entry_is_printed_that_the_program_casts_back_to_half(level: str) -> None:
+    assert outcome(Program("TorchScript", level)) == "no entry"

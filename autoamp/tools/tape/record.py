@@ -29,6 +29,7 @@ from autoamp.torch_private import (
     current_node,
     function_of_node,
     insert_modes,
+    is_transformed,
     number_of_node,
     number_of_nodes,
     remove_modes,
@@ -259,6 +260,17 @@ class Recording(OperatorMode):
             yield
         finally:
             self._begins_backward = before
+
+    def keep_half(self, tensor: Tensor) -> None:
+        """Note that the program casts a half tensor to half: what would be fp32 there is half from there on."""
+        if self._is_full or is_transformed(tensor) or tensor.layout is not torch.strided:
+            return
+        with self._guarded():
+            # What no operator of the step has made or read is half in any case.
+            if (ref := self.tape.find(tensor)) is not None:
+                place, phase, _ = self._place("", [])
+                # It writes what is there.
+                self.tape.events.append(Op(torch.ops.aten.mul_.Scalar, [ref, 1], {}, ref, place, False, phase))
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
