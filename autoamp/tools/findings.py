@@ -398,23 +398,24 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
     backward = [op for op in tape.ops if op.phase == "backward"]
     chosen |= {op for op in backward if (op.place, op.node) in calls}
     # Gradients that meet are added in the dtype of the tensor whose gradients they are: that in which the next one to
-    # read their sum computes.
-    sums = _sums_of_gradients(backward)
+    # read their sum computes. A module that is fp32 casts what it is given once, and adds its gradients before.
+    sums, nodes = _sums_of_gradients(backward), {node for _, node in calls} if within else set()
     reader_is_wide: dict[int, bool] = {}
     for op in reversed(backward):
-        if op in sums and not any(reader_is_wide.get(ref.memory) for ref in iter_refs(op.outputs)):
+        is_wide = any(reader_is_wide.get(ref.memory) for ref in iter_refs(op.outputs))
+        if op in sums and not is_wide and not sums[op] <= nodes:
             chosen.discard(op)
         reader_is_wide.update((ref.memory, op in chosen) for ref in iter_refs((op.args, op.kwargs)))
     return chosen.__contains__
 
 
-def _sums_of_gradients(backward: list[Op]) -> set[Op]:
-    """Return the operators that add the gradients of a tensor that several calls took."""
-    sums: set[Op] = set()
+def _sums_of_gradients(backward: list[Op]) -> dict[Op, set[int | None]]:
+    """Return what adds the gradients of a tensor that several calls took, each with the nodes of two of these."""
+    sums: dict[Op, set[int | None]] = {}
     nodes: dict[int, int] = {}
     for op in backward:
-        given = [nodes.get(ref.memory) for ref in iter_refs(op.args)]
-        if op.name in ("aten::add", "aten::add_") and None not in given and set(given) != {op.node}:
-            sums.add(op)
+        given = {nodes.get(ref.memory) for ref in iter_refs(op.args)}
+        if op.name in ("aten::add", "aten::add_") and None not in given and given != {op.node}:
+            sums[op] = given
         nodes.update((ref.memory, op.node) for ref in iter_refs(op.outputs))
     return sums
