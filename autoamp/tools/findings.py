@@ -388,7 +388,7 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
         elif is_listed:
             chosen |= {op, *feeding}
             wide |= made
-        elif is_promoted and not (makes_half and (feeding or op.place.function in CASTS or is_product(op))):
+        elif is_promoted and not (makes_half and (feeding or is_product(op) or _stays_half(tape, op, wide))):
             chosen.add(op)
             wide |= made
         else:
@@ -407,6 +407,15 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
             chosen.discard(op)
         reader_is_wide.update((ref.memory, op in chosen) for ref in iter_refs((op.args, op.kwargs)))
     return chosen.__contains__
+
+
+def _stays_half(tape: Tape, op: Op, wide: set[int]) -> bool:
+    """Whether an operator is called by a cast to half, or by a function by which a list makes what is wide half."""
+    function = op.place.function
+    if function in CASTS or tape.halves.get(function or ""):
+        return True
+    halves = {ref.memory for ref in iter_refs((op.args, op.kwargs)) if ref.dtype in HALF_DTYPES}
+    return function in tape.halves and not halves <= wide
 
 
 def _sums_of_gradients(backward: list[Op]) -> dict[Op, set[int | None]]:

@@ -170,6 +170,7 @@ class Tape:
         named: Its tensors that have names, if somebody has named them.
         scale: The loss scale of the step.
         half_dtype: The dtype to which the step cast.
+        halves: Functions by which lists make fp32 half: whether always, or only what they get beside half tensors.
         nbytes: The bytes of the values that it holds and the program does not.
     """
 
@@ -178,6 +179,7 @@ class Tape:
     named: tuple[Named, ...] = ()
     scale: float = 1.0
     half_dtype: torch.dtype = torch.float16
+    halves: dict[str, bool] = field(default_factory=dict)
     nbytes: int = 0
     memories: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)
 

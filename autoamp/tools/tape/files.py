@@ -48,7 +48,7 @@ def save_tape(tape: Tape, path: str | os.PathLike[str] | IO[bytes]) -> None:
             given = _written([event.args, event.kwargs, event.outputs])
             flags = [event.grad, event.phase, event.is_recorded, event.is_seed, event.node]
             events.append(["op", event.func.name(), *given, event.place, *flags])
-    about = {"named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype}
+    about = {"named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype, "halves": tape.halves}
     torch.save({**about, "events": events}, path)
 
 
@@ -69,6 +69,7 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
             tape.events.append(_event(event))
         tape.named = tuple(map(_read, found["named"]))
         tape.scale, tape.half_dtype = float(found["scale"]), found["half_dtype"]
+        tape.halves = {str(name): bool(always) for name, always in found["halves"].items()}
         if tape.half_dtype not in HALF_DTYPES:
             raise ValueError(tape.half_dtype)
     except TapeError:
