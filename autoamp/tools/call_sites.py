@@ -12,6 +12,7 @@ import dis
 import functools
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,10 +20,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from autoamp.core import class_name, known_ops, listen, original_of
+from autoamp.tensors import HALF_DTYPES
 from autoamp.tools.tape import Place
 from autoamp.torch_private import Unnoticed, current_graph_task
 
@@ -50,6 +53,8 @@ _ALIASES = {"sub": ("subtract",), "mul": ("multiply",), "div": ("divide", "true_
 
 CASTS = frozenset(("half", "bfloat16", "to", "float", "type", "type_as"))
 """The bare names of casts. A rule on these would take away what a program asks for."""
+
+_CASTERS = frozenset((Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.type_as))
 
 WRITERS = frozenset(
     ("masked_fill", "where", "full", "full_like", "new_full", "fill", "index_fill", "index_put", "index_put_impl",
@@ -154,10 +159,19 @@ class ModulePaths:
 
 
 class CallPlaces(Unnoticed, TorchFunctionMode):
-    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`."""
+    """Knows which of torch's functions a thread is in, and which modules it is in between `start` and `stop`.
 
-    def __init__(self) -> None:
+    Args:
+        no_list_acts: Whether lists and precisions of modules have no effect here, as in a ``disable_casts``.
+
+    Attributes:
+        kept_half: Called with a half tensor that a call of the program would cast to half, were it not.
+    """
+
+    def __init__(self, no_list_acts: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
+        self._no_list_acts = no_list_acts
+        self.kept_half: Callable[[Tensor], object] = lambda tensor: None
         # The function, the frame that calls it, and the backward pass within which it is called.
         self._call: tuple[Any, FrameType | None, int] = (None, None, -1)
         self._modules: tuple[Module, ...] = ()
@@ -174,6 +188,7 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         """Follow them no more."""
         self._listening.close()
         self._modules, self._known = (), {}
+        self.kept_half = lambda tensor: None
 
     def _enter(self, module: Module, inputs: Any) -> None:
         self._modules = (*self._modules, module)
@@ -188,7 +203,10 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         func, before = original_of(func), self._call
         self._call = func, sys._getframe(1), current_graph_task()
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if func in _CASTERS and args and result is args[0] and _asks_for_half(func, args, kwargs or {}):
+                self.kept_half(result)
+            return result
         finally:
             self._call = before
 
@@ -200,14 +218,15 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
             func, frame = None, sys._getframe(1)
         user = user_frame(frame)
         modules = self._modules
-        key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti)
+        is_off = self._no_list_acts()
+        key = id(func), id(frame.f_code), modules[-1:], user and (user.f_code, user.f_lasti), is_off
         found = self._known.get(key)
         if found is None:
             # With the objects whose ids are in the key.
-            found = self._known[key] = (func, frame.f_code), self._place(func, frame, user)
+            found = self._known[key] = (func, frame.f_code), self._place(func, frame, user, is_off)
         return found[1]
 
-    def _place(self, func: Any, frame: FrameType, user: FrameType | None) -> Place:
+    def _place(self, func: Any, frame: FrameType, user: FrameType | None, is_off: bool) -> Place:
         spelled = str(getattr(func, "__name__", ""))
         if spelled == "copy_" and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP:
             # An fp32 result is written to what the in-place form of this function was called on.
@@ -216,11 +235,18 @@ class CallPlaces(Unnoticed, TorchFunctionMode):
         path, _, root = self._paths.find(self._modules)
         is_cast = name in CASTS and str(frame.f_globals.get("__name__", "")).partition(".")[0] == _AUTOAMP
         in_place = spelled.endswith("_") and not spelled.endswith("__")
-        names = () if name is None else spelled_at(name, func, user)
-        classes = tuple(class_name(type(module)) for module in self._modules)
+        # Entries act by these.
+        names = () if name is None or is_off else spelled_at(name, func, user)
+        classes = () if is_off else tuple(class_name(type(module)) for module in self._modules)
         line = None if user is None else shown_line(user.f_code.co_filename, user.f_lineno)
         instruction = -1 if user is None else user.f_lasti
         return Place(name, path or root, line, names, is_cast, in_place, classes, instruction)
+
+
+def _asks_for_half(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a cast, which returned its tensor as it is, asks for a half dtype."""
+    asked = [getattr(one, "dtype", one) for one in (*args[1:], *kwargs.values())]
+    return func in (Tensor.half, Tensor.bfloat16) or any(one in HALF_DTYPES for one in asked if one is not None)
 
 
 # -- names --

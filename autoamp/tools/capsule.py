@@ -25,7 +25,7 @@ from autoamp.tools.verdicts import HalfPrecisionOp, NotFiniteInFp32, Overflow
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 7
+_FORMAT = 8
 
 
 class Capsule(NamedTuple):

@@ -18,8 +18,8 @@ from torch import Tensor
 from autoamp.core import AUTOCAST
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.tools.call_sites import CASTS, OPERATORS
-from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of
-from autoamp.tools.tape import CannotRerun, Choice, Op, Place, Rerun, Tape, everything, iter_refs
+from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of, nonfinite_value
+from autoamp.tools.tape import CannotRerun, Choice, Op, Rerun, Tape, everything, iter_refs
 from autoamp.tools.verdicts import (
     Communication,
     HalfPrecisionOp,
@@ -190,7 +190,7 @@ def _heals(tape: Tape, entry: Entry) -> bool:
     # Without the scale gradients may be too small.
     for factor in dict.fromkeys((1.0 / max(tape.scale, 1.0), 1.0)):
         run = _run_with(tape, entry, factor)
-        if _causes(run):
+        if _causes(run) or not _gradients_fit(run):
             return False
         wide = Rerun(tape, everything, factor=factor).finish()
         errors = sorted(errors_of(run, wide).parameters.values())
@@ -198,6 +198,12 @@ def _heals(tape: Tape, entry: Entry) -> bool:
         if not errors or errors[-1] <= max(_CLOSE, 2.0 * errors[(len(errors) - 1) // 2]):
             return True
     return False
+
+
+def _gradients_fit(run: Followed) -> bool:
+    """Whether gradients fit into half parameters, as those of O3 are: what computes in fp32 casts them, and back."""
+    gradients = (run.value(one.ref).to(one.ref.dtype) for one in run.tape.named if one.kind == "grad")
+    return all(nonfinite_value(gradient) is None for gradient in gradients)
 
 
 def _given_finding(run: Followed, origin: NonFiniteOrigin) -> Overflow:
@@ -374,12 +380,11 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
         within: Whether they are all that is called in some modules, in which half tensors that the program itself makes
             stay half.
     """
-    casts: dict[int, Place] = {}
-    chosen: set[Place] = set()
+    casts: dict[int, Op] = {}
+    chosen: set[Op] = set()
     wide: set[int] = set()
     # Half tensors that the program makes within the modules.
     own_half: set[int] = set()
-    # Operators of a backward pass have the places of those of the forward pass.
     for op in (op for op in tape.ops if op.phase != "backward"):
         given, results = list(iter_refs((op.args, op.kwargs))), list(iter_refs(op.outputs))
         read, made = {ref.memory for ref in given}, {ref.memory for ref in results}
@@ -392,13 +397,49 @@ def in_fp32_with(tape: Tape, has: Choice, *, within: bool = False) -> Choice:
             is_listed = op.place.function not in CASTS and not (halves and halves <= own_half)
             own_half |= made if makes_half and not is_listed else set()
         if op.place.is_cast:
-            casts.update(dict.fromkeys(made, op.place))
+            casts.update(dict.fromkeys(made, op))
             # A cast to fp32 of what is fp32 by the entry, whose gradient is then fp32 too.
-            chosen |= {op.place} if is_promoted and not makes_half else set()
+            chosen |= {op} if is_promoted and not makes_half else set()
         elif is_listed:
-            chosen |= {op.place, *feeding}
+            chosen |= {op, *feeding}
             wide |= made
-        elif is_promoted and not (makes_half and (feeding or op.place.function in CASTS or is_product(op))):
-            chosen.add(op.place)
+        elif is_promoted and not (makes_half and (feeding or is_product(op) or _stays_half(tape, op, wide))):
+            chosen.add(op)
             wide |= made
-    return lambda op: op.place in chosen
+        else:
+            wide -= made
+    # Operators of a backward pass have the places and the nodes of those of the forward pass.
+    calls = {(op.place, op.node) for op in chosen if op.node != -1}
+    backward = [op for op in tape.ops if op.phase == "backward"]
+    chosen |= {op for op in backward if (op.place, op.node) in calls}
+    # Gradients that meet are added in the dtype of the tensor whose gradients they are: that in which the next one to
+    # read their sum computes. A module that is fp32 casts what it is given once, and adds its gradients before.
+    sums, nodes = _sums_of_gradients(backward), {node for _, node in calls} if within else set()
+    reader_is_wide: dict[int, bool] = {}
+    for op in reversed(backward):
+        is_wide = any(reader_is_wide.get(ref.memory) for ref in iter_refs(op.outputs))
+        if op in sums and not is_wide and not sums[op] <= nodes:
+            chosen.discard(op)
+        reader_is_wide.update((ref.memory, op in chosen) for ref in iter_refs((op.args, op.kwargs)))
+    return chosen.__contains__
+
+
+def _stays_half(tape: Tape, op: Op, wide: set[int]) -> bool:
+    """Whether an operator is called by a cast to half, or by a function by which a list makes what is wide half."""
+    function = op.place.function
+    if function in CASTS or tape.halves.get(function or ""):
+        return True
+    halves = {ref.memory for ref in iter_refs((op.args, op.kwargs)) if ref.dtype in HALF_DTYPES}
+    return function in tape.halves and not halves <= wide
+
+
+def _sums_of_gradients(backward: list[Op]) -> dict[Op, set[int | None]]:
+    """Return what adds the gradients of a tensor that several calls took, each with the nodes of two of these."""
+    sums: dict[Op, set[int | None]] = {}
+    nodes: dict[int, int] = {}
+    for op in backward:
+        given = {nodes.get(ref.memory) for ref in iter_refs(op.args)}
+        if op.name in ("aten::add", "aten::add_") and None not in given and given != {op.node}:
+            sums[op] = given
+        nodes.update((ref.memory, op.node) for ref in iter_refs(op.outputs))
+    return sums

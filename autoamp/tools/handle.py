@@ -62,7 +62,9 @@ class Diagnostics(Looks):
         else:
             self.followers = Followers(listeners)
         self.observation = Observation(runtime.casts, listeners, runtime.patched.patch_anew)
-        self.overflows = OverflowTrace(runtime.optimizers, self.observation, always=settings.trace_overflow)
+        self.overflows = OverflowTrace(
+            runtime.optimizers, self.observation, settings.rules_in_force.rules, always=settings.trace_overflow
+        )
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
         self._optimizers, self._buffer_losses = runtime.optimizers, runtime.models.buffer_losses

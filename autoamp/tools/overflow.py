@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from autoamp.core import (
+    CastPolicy,
+    CastRule,
     GuardedOptimizers,
     Listener,
     LossScaler,
@@ -55,6 +57,7 @@ class OverflowTrace(Listener):
     Args:
         optimizers: Those of the handle, whose steps are explained.
         observation: The observers of patched functions. They see nothing of what runs again.
+        rules: The rules in force.
         always: Whether all steps are recorded. Else those after a skip are.
 
     Attributes:
@@ -67,11 +70,21 @@ class OverflowTrace(Listener):
 
     keeps = 1000
 
-    def __init__(self, optimizers: GuardedOptimizers, observation: Observation, *, always: bool) -> None:
+    def __init__(
+        self, optimizers: GuardedOptimizers, observation: Observation, rules: Iterable[CastRule] = (), *, always: bool
+    ) -> None:
         self.always = always
         self.observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        self.recorder = StepRecorder(optimizers.listeners, always=always)
+        self._halves = {
+            rule.target.rpartition(".")[2]: rule.policy is CastPolicy.FP16
+            for rule in rules
+            if rule.policy in (CastPolicy.FP16, CastPolicy.HALF_IF_MIXED)
+        }
+        local = optimizers.casts.local
+        self.recorder = StepRecorder(
+            optimizers.listeners, always=always, no_list_acts=lambda: bool(local.mode.forced_off)
+        )
         if always:
             explain = functools.partial(self._found, self._look_at_outputs, scale=1.0)
             self.recorder.inferences = Inferences(self.recorder, explain)
@@ -169,7 +182,7 @@ class OverflowTrace(Listener):
         """
         self.recorder.stop()
         tape = step.tape
-        tape.scale, tape.half_dtype = scale, self._casts.dtype
+        tape.scale, tape.half_dtype, tape.halves = scale, self._casts.dtype, self._halves
         with undisturbed():
             tape.named = () if tape.incomplete else step.named()
         return tape

@@ -127,6 +127,7 @@ class StepRecorder(Listener):
     Args:
         listeners: Those of the handle, of which this is one while steps are recorded.
         always: Whether all steps are recorded.
+        no_list_acts: As for `CallPlaces`.
 
     Attributes:
         step: The step at hand. The tape of a skipped step stays until the next module call or loss.
@@ -134,7 +135,7 @@ class StepRecorder(Listener):
         inferences: Looks at calls with gradients off; None for no looks.
     """
 
-    def __init__(self, listeners: Listeners, *, always: bool) -> None:
+    def __init__(self, listeners: Listeners, *, always: bool, no_list_acts: Callable[[], bool] = lambda: False) -> None:
         self.step = RecordedStep(is_recorded=always)
         self.paused = False
         self.inferences: Any = None
@@ -145,7 +146,8 @@ class StepRecorder(Listener):
         self._watched_for: weakref.ref[Skips] | None = None
         # Of the optimizers whose steps were heard of.
         self._skips: weakref.WeakSet[Skips] = weakref.WeakSet()
-        self._places = CallPlaces()
+        self._no_list_acts = no_list_acts
+        self._places = CallPlaces(no_list_acts)
         self._inside = _Inside()
         self._graphs = compiled_graphs()
         if always:
@@ -222,7 +224,7 @@ class StepRecorder(Listener):
             outer.pause()
         before = self.step, self._watched, self.paused, self._places, self._is_asked
         self.step, self._watched, self.paused, self._is_asked = RecordedStep(is_recorded=True), 1, False, True
-        self._places = CallPlaces()
+        self._places = CallPlaces(self._no_list_acts)
         self._listeners.add(self)
         self._record(limit=math.inf, undoes=True)
         try:
@@ -238,6 +240,7 @@ class StepRecorder(Listener):
         self._leave()
         self._places.start()
         self._inside.recording = self.step.recording = UnnoticedRecording(self._places.here, self._places, **options)
+        self._places.kept_half = self.step.recording.keep_half
         self.step.recording.resume()
 
     @contextlib.contextmanager

@@ -190,7 +190,7 @@ class Stranger:
 
 
 @pytest.mark.parametrize("name", ["step.pt", "tape.pt"])
-@pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.parametrize("version", [7, 8])
 def test_the_pickle_of_a_stranger_runs_nothing(
     name: str, version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +202,7 @@ def test_the_pickle_of_a_stranger_runs_nothing(
     assert main(["replay", str(file)]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 1
-    assert version == 7 or "has format 6 of capsules, expected 7" in err
+    assert version == 8 or "has format 7 of capsules, expected 8" in err
     assert not (tmp_path / "written").exists()
 
 

@@ -116,6 +116,8 @@ class Op:
         phase: ``"forward"``, ``"backward"``, or ``"recomputation"`` for what a checkpoint computes again.
         is_recorded: Whether its results were recorded, since they are random or come from other ranks.
         is_seed: Whether it made the gradient with which a backward pass begins.
+        node: The number of the node of the graph that its call made, or whose backward pass it is in; -1 for none. It
+            tells two calls of one place apart.
     """
 
     func: Any
@@ -127,6 +129,7 @@ class Op:
     phase: str
     is_recorded: bool = False
     is_seed: bool = False
+    node: int = -1
 
     @property
     def name(self) -> str:
@@ -167,6 +170,7 @@ class Tape:
         named: Its tensors that have names, if somebody has named them.
         scale: The loss scale of the step.
         half_dtype: The dtype to which the step cast.
+        halves: Functions by which lists make fp32 half: whether always, or only what they get beside half tensors.
         nbytes: The bytes of the values that it holds and the program does not.
     """
 
@@ -175,6 +179,7 @@ class Tape:
     named: tuple[Named, ...] = ()
     scale: float = 1.0
     half_dtype: torch.dtype = torch.float16
+    halves: dict[str, bool] = field(default_factory=dict)
     nbytes: int = 0
     memories: dict[StorageWeakRef, int] = field(default_factory=dict, repr=False)
 

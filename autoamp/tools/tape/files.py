@@ -46,9 +46,9 @@ def save_tape(tape: Tape, path: str | os.PathLike[str] | IO[bytes]) -> None:
             events.append(["seed", event.ref])
         else:
             given = _written([event.args, event.kwargs, event.outputs])
-            flags = [event.grad, event.phase, event.is_recorded, event.is_seed]
+            flags = [event.grad, event.phase, event.is_recorded, event.is_seed, event.node]
             events.append(["op", event.func.name(), *given, event.place, *flags])
-    about = {"named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype}
+    about = {"named": tape.named, "scale": tape.scale, "half_dtype": tape.half_dtype, "halves": tape.halves}
     torch.save({**about, "events": events}, path)
 
 
@@ -69,6 +69,7 @@ def load_tape(path: str | os.PathLike[str] | IO[bytes]) -> Tape:
             tape.events.append(_event(event))
         tape.named = tuple(map(_read, found["named"]))
         tape.scale, tape.half_dtype = float(found["scale"]), found["half_dtype"]
+        tape.halves = {str(name): bool(always) for name, always in found["halves"].items()}
         if tape.half_dtype not in HALF_DTYPES:
             raise ValueError(tape.half_dtype)
     except TapeError:
@@ -135,9 +136,12 @@ def _event(value: Any) -> Load | Seed | Op:
         case ["load", int(memory), bool(is_made), int(start), Tensor() as shown] if shown.layout is torch.strided:
             storage = shown.contiguous().untyped_storage()
             return Load(memory, shown.dtype, storage, storage, is_made=is_made, start=start)
-        case ["op", str(name), list(args), dict(kwargs), outputs, Place() as place, bool(), str(phase), bool(), bool()]:
-            if phase not in ("forward", "backward", "recomputation"):
-                raise ValueError(phase)
+        case ["op", str(name), list(args), dict(kwargs), outputs, Place() as place, *flags]:
+            match flags:
+                case [bool(), "forward" | "backward" | "recomputation", bool(), bool(), int()]:
+                    pass
+                case _:
+                    raise ValueError(flags)
             namespace, _, rest = name.partition("::")
             base, _, overload = rest.partition(".")
             func = None
@@ -145,5 +149,5 @@ def _event(value: Any) -> Load | Seed | Op:
                 func = getattr(getattr(getattr(torch.ops, namespace), base, None), overload or "default", None)
             if not isinstance(func, OpOverload):
                 raise TapeError(f"the tape has the operator {name!r}, which torch {torch.__version__} lacks")
-            return Op(func, _read(args), _read(kwargs), _read(outputs), _read(place), *value[6:])
+            return Op(func, _read(args), _read(kwargs), _read(outputs), _read(place), *flags)
     raise ValueError(value)

@@ -29,6 +29,7 @@ from autoamp.torch_private import (
     current_node,
     function_of_node,
     insert_modes,
+    is_transformed,
     number_of_node,
     number_of_nodes,
     remove_modes,
@@ -260,6 +261,17 @@ class Recording(OperatorMode):
         finally:
             self._begins_backward = before
 
+    def keep_half(self, tensor: Tensor) -> None:
+        """Note that the program casts a half tensor to half: what would be fp32 there is half from there on."""
+        if self._is_full or is_transformed(tensor) or tensor.layout is not torch.strided:
+            return
+        with self._guarded():
+            # What no operator of the step has made or read is half in any case.
+            if (ref := self.tape.find(tensor)) is not None:
+                place, phase, _ = self._place("", [])
+                # It writes what is there.
+                self.tape.events.append(Op(torch.ops.aten.mul_.Scalar, [ref, 1], {}, ref, place, False, phase))
+
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
         """Let no error reach the program: the tape says why an operator is missing.
@@ -296,9 +308,9 @@ class Recording(OperatorMode):
         refs = self._refs(args, is_recorded, read), self._refs(kwargs, is_recorded, read) if kwargs else kwargs
         for ref in iter_refs(refs if traits.is_collective else written(func, *refs)):
             self._memories.keep(ref.memory)
-        place, phase = self._place(traits.name, read)
+        place, phase, node = self._place(traits.name, read)
         is_seed = self._begins_backward and func.overloadpacket is torch.ops.aten.ones_like and phase == "forward"
-        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed), read
+        return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed, node), read
 
     def _refs(self, value: Any, is_recorded: bool, read: _Read) -> Any:
         """Return an argument with `Ref` in the place of tensors, and append these to ``read``.
@@ -342,19 +354,21 @@ class Recording(OperatorMode):
             return [self._results(item, is_recorded) for item in result]
         return None
 
-    def _place(self, name: str, read: _Read) -> tuple[Place, str]:
-        """Return where an operator is called, and the phase of the step."""
+    def _place(self, name: str, read: _Read) -> tuple[Place, str, int]:
+        """Return where an operator is called, the phase of the step, and the number of the node."""
         in_backward, grad = current_graph_task() != -1, torch.is_grad_enabled()
         if in_backward and not grad:
-            return self._place_of_node(current_node()), "backward"
-        place = self._where()
+            node = current_node()
+            return self._place_of_node(node), "backward", -1 if node is None else number_of_node(node)
+        place, number = self._where(), -1
         if in_backward and place.function is None:
             # No code computes again: this is a gradient that has a graph of its own.
             place = self._place_of_node(current_node())
         if threading.get_ident() == self._thread and any(tensor.requires_grad for tensor, _ in read):
             # The node was made just before.
-            self._nodes.setdefault(number_of_nodes() - 1, (name, place))
-        return place, "recomputation" if in_backward else "forward"
+            number = number_of_nodes() - 1
+            self._nodes.setdefault(number, (name, place))
+        return place, "recomputation" if in_backward else "forward", number
 
     def _place_of_node(self, node: Any) -> Place:
         """Return the place of a node of the graph. It is unknown in doubt: a wrong line is worse than none."""
