@@ -169,9 +169,9 @@ class _Listener(Observer):
         self.steps: list[_Step] = []
 
     def where(self) -> Place:
-        """Return the place that is calling now."""
+        """Return the place that is calling now. Which function it calls is in the steps, not in places."""
         site = self._observation.site_here()
-        return Place(module=site.module, location=site.location)
+        return Place("", module=site.module, location=site.location)
 
     def before(self, call: Call) -> _Step:
         """Note a call of a patched function."""

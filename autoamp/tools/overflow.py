@@ -81,10 +81,13 @@ class OverflowTrace(Listener):
             for rule in rules
             if rule.policy in (CastPolicy.FP16, CastPolicy.HALF_IF_MIXED)
         }
-        local = optimizers.casts.local
-        self.recorder = StepRecorder(
-            optimizers.listeners, always=always, no_list_acts=lambda: bool(local.mode.forced_off)
-        )
+        casts = optimizers.casts
+
+        def no_list_acts() -> bool:
+            # Where the program casts by itself no list does; what it is told then is no entry.
+            return bool(casts.local.mode.forced_off) and casts.yielded_to is None
+
+        self.recorder = StepRecorder(optimizers.listeners, always=always, no_list_acts=no_list_acts)
         if always:
             explain = functools.partial(self._found, self._look_at_outputs, scale=1.0)
             self.recorder.inferences = Inferences(self.recorder, explain)
