@@ -1,4 +1,4 @@
-"""What looking for overflows costs on a device: a clean step waits no more, and launches no more."""
+"""What looking for overflows costs on a device: a clean step waits once at most, and launches no more."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def clean_step(optimizer_name: str, **settings: Any) -> Cost:
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW-fused", "AdamW-capturable"])
-def test_a_clean_step_waits_and_launches_no_more(name: str) -> None:
+def test_a_clean_step_waits_once_and_launches_no_more(name: str) -> None:
     plain, traced = (clean_step(name, dtype=torch.float16, trace_overflow=traced) for traced in (False, True))
-    assert traced.waits == plain.waits
+    # Whether the tape of a step is to be explained has to be known before the next one begins. The flag of a fused
+    # optimizer stays on the device otherwise.
+    assert traced.waits == max(plain.waits, 1)
     # The loss is looked at too: it may be inf where all gradients are finite.
-    assert plain.launches <= traced.launches <= plain.launches + 1
+    assert traced.launches <= plain.launches + 1
 
 
 @pytest.mark.parametrize(("on_nonfinite", "waits"), [("warn", 0), ("raise", 1)])
