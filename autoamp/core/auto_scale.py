@@ -134,10 +134,6 @@ class AutoScale:
                 if optimizer.param_groups:
                     self._optimizers.guard(optimizer, check=False).repeats_closure = False
 
-    def unguarded_step(self, optimizer: Any) -> None:
-        """Guard an optimizer that `started` did not find: nobody tells of objects that ``gc.freeze()`` has frozen."""
-        self.optimizer_made(optimizer)
-
     def scaler_made(self, scaler: torch.amp.GradScaler) -> None:
         """Note that the program has a scaler."""
         # A scaler that is half built cannot tell yet.
@@ -365,7 +361,8 @@ class OptimizerSteps:
         plain_step: Step | None = None
         # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
         if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
-            self._auto_scaling.unguarded_step(optimizer)
+            # Nobody has told of it if ``gc.freeze()`` had frozen it.
+            self._auto_scaling.optimizer_made(optimizer)
             guard = optimizers.guard_of(optimizer) or _guard_around(optimizers.guards, optimizer)
             if guard is None and callable(args[0] if args else kwargs.get("closure")):
                 # Now: when the closure scales the first loss, the step has begun already.
@@ -384,8 +381,9 @@ class OptimizerSteps:
             finally:
                 optimizers.running.discard(id(optimizer))
 
-        if guard is not None and not guard.stepping:
-            return guard.step(run, args, kwargs)
+        if guard is not None:
+            # A guard that steps has turned casts off, and sees to what follows.
+            return run(*args, **kwargs) if guard.stepping else guard.step(run, args, kwargs)
         result = None
         if plain_step is not None and optimizers.current.refuses(optimizer, None):
             plain_step.skipped_by = "on_nonfinite"

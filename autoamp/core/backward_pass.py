@@ -193,10 +193,6 @@ class ScaledPass:
         # The flag has shape (1,). A gradient without dimensions needs one without.
         return torch.where(self._flag(leaf).reshape(()) != 0, math.nan, gradient)
 
-    def is_now(self) -> bool:
-        """Whether this pass calls."""
-        return self.now() is self
-
     def close(self) -> None:
         """Take the hooks back, and give true gradients to what has them scaled as yet."""
         for inner in self._inner.values():
@@ -246,7 +242,7 @@ class _InnerGradient:
         self._before, tensor.grad = tensor.grad, None
         # Torch writes the gradient after all hooks of the tensor, and before those of the node.
         self._registered = tensor.grad_fn.register_prehook(  # type: ignore[union-attr]
-            lambda _: self._finish() if running.is_now() else None
+            lambda _: self._finish() if running.now() is running else None
         )
 
     def close(self) -> None:

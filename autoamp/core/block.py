@@ -220,7 +220,7 @@ class BackwardWatch:
     ) -> None:
         self._left_scaled = left_scaled
         left_scaled.threads.add(threading.get_ident())
-        self.block = ", ".join(guard.name for guard in guards) or "no optimizer"
+        self._block = ", ".join(guard.name for guard in guards) or "no optimizer"
         self._scale = scale
         # The scaled loss may outlive its block by much.
         self._guards = [weakref.ref(guard) for guard in guards]
@@ -246,7 +246,7 @@ class BackwardWatch:
             guard.backward_seen = guard.backward_seen or self._backward_seen
         if self._loss_passed and not self._backward_seen:
             raise UsageError(
-                f"loss.backward() was called inside the scale_loss block of {self.block}, and its gradients are not "
+                f"loss.backward() was called inside the scale_loss block of {self._block}, and its gradients are not "
                 "scaled. "
                 "Call scaled_loss.backward(), where scaled_loss is the value that the with statement yields"
             )
@@ -265,7 +265,7 @@ class BackwardWatch:
             reached = [param for param, *_ in self._left_scaled.left(own) if engine_reaches(param)]
             self._left_scaled.refuse("scaled_loss.backward() would add to", reached)
             reason = (
-                f"the scale_loss block that made them was given {self.block} alone. Pass all optimizers of the loss, "
+                f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the loss, "
                 "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
             )
         else:
@@ -273,7 +273,7 @@ class BackwardWatch:
             for guard in guards:
                 others += [] if is_same_scale(guard.grads.scale, self._scale) else guard.grads.leaves()
             reason = (
-                f"scaled_loss.backward() was called after its scale_loss block of {self.block} had ended. Indent it "
+                f"scaled_loss.backward() was called after its scale_loss block of {self._block} had ended. Indent it "
                 "into the with block"
             )
             if any(map(engine_reaches, others)):
@@ -362,6 +362,8 @@ def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unsca
     # Asked for once: the program may set the scale within the block.
     checks, scale = scaler.checks, _open(guards, scaler)
     open_blocks.open.number += 1
+    for guard in guards:
+        guard.in_block = True
     try:
         try:
             yield scale
@@ -404,10 +406,10 @@ def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
             seen.update(map(id, params))
             if params and not is_same_scale(guard.grads.scale, scale):
                 scale_(params, scale_ratio(scale, guard.grads.scale))
+        guard.grads.scale = scale
     for guard in guards:
         if guard.masters is not None:
             guard.masters.before_backward()
-        guard.grads.scale, guard.in_block = scale, True
     return scale
 
 

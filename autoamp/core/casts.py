@@ -163,10 +163,6 @@ class ThreadState(threading.local):
         """Return the switches as the code that calls this finds them, whether it runs or Dynamo traces it."""
         return self.mode
 
-    def is_forced_off(self) -> bool:
-        """Whether casts are off in models too."""
-        return self.now().forced_off is True
-
     def set_default(self, on: Any, *, forced_off: Any) -> None:
         """Set the switches of all threads that have set nothing themselves."""
         cls = self._make_mode

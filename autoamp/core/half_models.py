@@ -146,7 +146,7 @@ class ForwardDtypes:
         """
         local = casts.local
         # A ``disable_casts`` around, in this thread, goes before.
-        if self.casts and not local.is_forced_off():
+        if self.casts and local.now().forced_off is not True:
             return [local.set(self.casts, forced_off=False)]
         # Where casts are on, they are because of other models, or of the half model around an fp32 part.
         return [local.set(False)] if self.casts is False else []

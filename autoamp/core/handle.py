@@ -504,9 +504,8 @@ class NoOpHandle(BaseHandle):
     def __init__(self) -> None:
         super().__init__(Settings("cpu", torch.float16, CastTable(), loss_scale=1.0))
 
-    @property
-    def _active_runtime(self) -> Runtime:
-        return self._runtime
+    def __enter__(self) -> Self:
+        return self
 
     def __repr__(self) -> str:
         return "<autoamp.NoOpHandle not active: nothing is cast or scaled>"

@@ -148,9 +148,9 @@ class PatchedTorch:
         self._waiting: list[tuple[CastRule, bool]] = []
         # By their places, the targets of the handle's own rules, and of those inside half models.
         self._targets: dict[bool, dict[tuple[int, str], Target]] = {False: {}, True: {}}
-        # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         # The target by which a replacement of a builtin was named.
         self._named: dict[int, Target] = {}
+        # One replacement for each original, policy and in-place form, so that aliases stay the same object.
         self._built: dict[tuple[Any, ...], tuple[Target, Any]] = {}
 
     # -- putting patches in place, and taking them back --
@@ -211,8 +211,12 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             self._optimizers.casts.shut()
-            self._optimizers.sites.stopped()
-            return self._take_back()
+            try:
+                # What is told of steps may be a warning, which a filter makes an error.
+                self._optimizers.sites.stopped()
+            finally:
+                foreign = self._take_back()
+            return foreign
 
     def _take_back(self) -> tuple[str, ...]:
         self._optimizers.sites.restore()

@@ -174,16 +174,16 @@ class ModulePrecisions:
         has_rules: Whether a list names paths or classes: then paths are looked up at the first call of a model.
     """
 
-    def __init__(self, rules: Iterable[ModuleRule] = ()) -> None:
-        # Set after the first step: a script may define a class until then.
-        self._checked = False
+    def __init__(self) -> None:
         self._warned: set[ModuleRule] = set()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._matched: set[ModuleRule] = set()
-        self.use(rules)
+        self.use(())
 
     def use(self, rules: Iterable[ModuleRule]) -> None:
         """Follow these rules from now on. What modules were given stays."""
+        # Set after the first step: a script may define a class until then.
+        self._checked = False
         self._rules = tuple(rules)
         self._class_rules = tuple(
             rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)

@@ -356,7 +356,6 @@ class Skips:
         step: The last of these calls.
         name: As given.
         owner: As given.
-        has_held: Whether any step was taken: at its scale gradients did not overflow.
     """
 
     def __init__(self, name: str, owner: Callable[[], StepOwner[Any]]) -> None:
@@ -364,7 +363,6 @@ class Skips:
         self.step = Step()
         self.owner = owner
         self.name = name
-        self.has_held = False
 
     def begin(self) -> Step:
         """Begin the record of another step."""
@@ -391,7 +389,7 @@ class Skips:
         step.unread, step.is_late = None, late
         owner = self.owner()
         if skipped_by is None:
-            self.in_a_row, self.has_held = 0, True
+            self.in_a_row = 0
             for taken in owner.listeners.step_taken:
                 taken(self, step)
             return
