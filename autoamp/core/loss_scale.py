@@ -373,7 +373,7 @@ class _Setting:
         self._name = name
 
     def __set__(self, scaler: DynamicLossScaler, value: Any) -> None:
-        scaler.setting_changes()
+        scaler._setting_changes()
         # Where Python finds it, as there is no `__get__`: to read a setting costs nothing.
         vars(scaler)[self._name] = value
 
@@ -495,7 +495,7 @@ class DynamicLossScaler(LossScaler):
         if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
             scale.clamp_(self.min_loss_scale, self.max_loss_scale)
 
-    def setting_changes(self) -> None:
+    def _setting_changes(self) -> None:
         """Make the updates that are under way, before a setting is changed."""
         if "unread" in vars(self):
             self._leave_device()

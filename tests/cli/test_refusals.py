@@ -17,7 +17,7 @@ import torch
 from autoamp.cli import main
 from tests.tools.report.runs import train
 
-FINDING = {"format": 7, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}}
+FINDING = {"format": 8, "overflow": {}, "text": "", "versions": {"python": platform.python_version()}}
 TAPE = {"events": [], "named": (), "scale": 1.0, "half_dtype": torch.float16}
 
 
@@ -125,7 +125,7 @@ def saved(value: Any) -> bytes:
         ("[]", b"", "no capsule"),
         (b"\xff\xfe", b"", "no capsule"),
         (json.dumps({"format": 6}), b"", "has format 6 of capsules"),
-        (json.dumps({"format": 7}), saved(TAPE), "is a damaged capsule"),
+        (json.dumps({"format": 8}), saved(TAPE), "is a damaged capsule"),
         (json.dumps({**FINDING, "versions": 3}), saved(TAPE), "is a damaged capsule"),
         (json.dumps(FINDING), b"", "cannot load"),
         (json.dumps(FINDING), b"text", "cannot load"),

@@ -344,9 +344,14 @@ def by_closures(
     return found, calls
 
 
+def uncovered(found: Any) -> list[str]:
+    """What a report has not seen, but for code that other tests have compiled in this process."""
+    return [told for told in found["coverage"] if not told.startswith("torch.compile")]
+
+
 def test_a_step_of_lbfgs_is_compared_by_an_evaluation_of_its_closure() -> None:
     found, calls = by_closures(torch.optim.LBFGS)
-    assert (found["samples"]["compared"], found["coverage"]) == (3, [])
+    assert (found["samples"]["compared"], uncovered(found)) == (3, [])
     assert f"einsum in module 0 at {line_of(Curves)}" in found["verdict"]["sentence"]
     assert [entry["op"] for entry in found["remedies"]] == ["einsum"]
     assert calls == by_closures(torch.optim.LBFGS, records=False)[1] > 10
@@ -356,7 +361,7 @@ def test_a_step_of_lbfgs_is_compared_by_an_evaluation_of_its_closure() -> None:
 
 def test_a_step_of_sgd_with_a_closure_is_compared() -> None:
     found, calls = by_closures(torch.optim.SGD)
-    assert (found["samples"]["compared"], found["coverage"], calls) == (3, [], 5)
+    assert (found["samples"]["compared"], uncovered(found), calls) == (3, [], 5)
 
 
 def test_the_name_of_a_function_heals_where_no_line_and_no_module_of_the_program_does() -> None:
