@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import inspect
 import linecache
 import re
@@ -82,7 +83,9 @@ class _Failure:
         calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "core.scope"))
         self.modules = [frame.f_locals["self"] for frame in calls]
         self.tensors = _tensors_at(site)
-        self.outwards = frames[frames.index(site) :: -1]
+        # A context manager of ours may stand between two entries of one frame.
+        first = next(place for place, one in enumerate(frames) if one.frame is site.frame)
+        self.outwards = [site, *frames[:first][::-1]][:_MOST_FRAMES]
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "core") else None
         in_half = runtime.casts.local.mode.on == HALF_MODEL
@@ -204,6 +207,8 @@ def _tensors_at(info: Any) -> dict[str, Tensor]:
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# A tensor that is passed through more functions is not looked for.
+_MOST_FRAMES = 32
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _PACKAGES = ("autoamp", "torch")
 
@@ -274,21 +279,28 @@ def _setter(info: Any, name: str) -> ast.AST | None:
 
 def _scope_of(info: Any) -> Any:
     """Return the syntax tree of the function, or the file, that a frame runs; None where its source is not at hand."""
-    scope: Any = ast.parse("".join(linecache.getlines(info.filename, info.frame.f_globals)))
+    tree, functions = _parsed("".join(linecache.getlines(info.filename, info.frame.f_globals)))
     if info.function == "<module>":
-        return scope
-    found = None
-    for node in ast.walk(scope):
-        is_around = isinstance(node, _FUNCTIONS) and node.lineno <= info.lineno <= (node.end_lineno or 0)
-        if is_around and getattr(node, "name", "<lambda>") == info.function:
-            found = node
-    return found
+        return tree
+    around = (node for node in functions if node.lineno <= info.lineno <= (node.end_lineno or 0))
+    named = [node for node in around if getattr(node, "name", "<lambda>") == info.function]
+    return named[-1] if named else None
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(source: str) -> tuple[ast.Module, list[Any]]:
+    """Return the syntax tree of a file, and its functions. Programs may catch the same error many times."""
+    tree = ast.parse(source)
+    return tree, [node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)]
 
 
 def _before_line(body: Sequence[ast.stmt], name: str, line: int, before: set[Any]) -> set[Any]:
     """Return what may have set a variable that the statement on a line reads, of what may have before the body."""
-    for statement in body:
+    for place, statement in enumerate(body):
         if statement.lineno <= line <= (statement.end_lineno or 0):
+            if place + 1 < len(body) and body[place + 1].lineno <= line:
+                # Several statements on one line: which of them failed is not known.
+                return {*before, statement, body[place + 1]}
             inner = set(_setters(statement, name))
             if isinstance(statement, _LOOPS):
                 before = before | inner

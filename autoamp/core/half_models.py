@@ -304,10 +304,10 @@ class CastModels:
     def _model_copied(self, model: Module) -> None:
         """Warn once of the first deep copy of a half model that is trained: an average kept in it would be rounded."""
         frame: types.FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("autoamp", "copy"):
+        while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("autoamp", "copy"):
             frame = frame.f_back
         # Of the copy in an `AveragedModel` that tells itself, and others that torch makes are its own.
-        by_torch = frame is None or frame.f_globals.get("__name__", "").startswith("torch.")
+        by_torch = frame is None or str(frame.f_globals.get("__name__")).startswith("torch.")
         trains = any(link_of(one) is not None for one in model.parameters()) or len(self._optimizers) > 0
         if by_torch or not trains or model not in self.halves or model in self._told_of_copies:
             return

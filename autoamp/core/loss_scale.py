@@ -366,22 +366,6 @@ class StaticLossScaler(LossScaler):
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
 
 
-class _Setting:
-    """A setting of a `DynamicLossScaler`: updates from before it is changed go by the old value."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __set__(self, scaler: DynamicLossScaler, value: Any) -> None:
-        scaler._setting_changes()
-        # Where Python finds it, as there is no `__get__`: to read a setting costs nothing.
-        vars(scaler)[self._name] = value
-
-
-def _setting() -> Any:
-    return _Setting()
-
-
 class DynamicLossScaler(LossScaler):
     """The rule of `torch.amp.GradScaler`, in its arithmetic (fp32), within limits.
 
@@ -401,11 +385,6 @@ class DynamicLossScaler(LossScaler):
     """
 
     checks = True
-    growth_factor: float = _setting()
-    backoff_factor: float = _setting()
-    growth_interval: int = _setting()
-    min_loss_scale: float = _setting()
-    max_loss_scale: float = _setting()
 
     def __init__(
         self,
@@ -495,16 +474,17 @@ class DynamicLossScaler(LossScaler):
         if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
             scale.clamp_(self.min_loss_scale, self.max_loss_scale)
 
-    def _setting_changes(self) -> None:
-        """Make the updates that are under way, before a setting is changed."""
-        if "unread" in vars(self):
-            self._leave_device()
-            self._on_host = None
-
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
         self.unread.catch_up()
         self._on_device = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Updates from before a setting is changed go by the old one.
+        if name in _SETTINGS and "unread" in vars(self):
+            self._leave_device()
+            self._on_host = None
+        super().__setattr__(name, value)
 
     @torch.no_grad()
     def _move(self, found_inf: bool) -> None:

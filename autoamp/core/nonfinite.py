@@ -325,7 +325,8 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
         # 0, or nan where a loss is inf or nan. On a GPU a norm takes more kernels, and copies.
         return functools.reduce(torch.add, ((loss - loss).to(local[0].device) for loss in local))
     on_cpu = all(tensor.is_cpu for tensor in local)
-    if on_cpu and sum(tensor.numel() for tensor in local) <= _FEW and {torch.strided} == {one.layout for one in local}:
+    is_plain = all(type(one) is Tensor and one.layout is torch.strided and one.is_floating_point() for one in local)
+    if on_cpu and is_plain and sum(tensor.numel() for tensor in local) <= _FEW:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in local])
         # 0, or nan.
         return (flat - flat).sum()

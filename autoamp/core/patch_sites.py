@@ -10,7 +10,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -310,9 +310,8 @@ class PatchSites:
     def __init__(self) -> None:
         self.parts: Parts | None = None
         self._steps: StepPatches | None = None
-        # How many parts hear of each site that `patch` has patched, None where torch is not patched; the patches of
-        # those that `update` did.
-        self._patched: dict[tuple[int, str | None], int] | None = None
+        # The sites that `patch` has patched, None where torch is not patched; the patches of those that `update` did.
+        self._patched: set[tuple[int, str | None]] | None = None
         self._later = PatchSet()
 
     def patch(
@@ -328,11 +327,11 @@ class PatchSites:
             ``id(original) -> (original, replacement)`` of the functions of modules, which programs may hold by name.
         """
         replaced: dict[int, tuple[Any, Any]] = {}
-        self._patched = {}
+        self._patched = set()
         if self.parts is not None:
             self._steps = StepPatches([self.parts.steps.around_step], patches)
         for site in self._sites():
-            self._patched[id(site.parent), site.name] = len(site.told)
+            self._patched.add((id(site.parent), site.name))
             replaced |= _replace(site.parent, str(site.name), site.replacement_of, patches)
         for module in LATE_MODULES:
             patches.when_imported(module, lambda _: self.update())
@@ -347,7 +346,7 @@ class PatchSites:
             if self._patched is not None:
                 with self._later.all_or_nothing():
                     for site in self._sites():
-                        if len(site.told) > self._patched.get((id(site.parent), site.name), 0):
+                        if (id(site.parent), site.name) not in self._patched:
                             _replace(site.parent, str(site.name), site.replacement_of, self._later)
 
     def restore(self) -> None:
@@ -373,12 +372,15 @@ class PatchSites:
                 part.stopped()
 
     def _sites(self) -> Iterator[PatchSite]:
-        """Yield the sites that this torch has, for the parts that listen; `torch_private` says what goes without."""
+        """Yield the sites that this torch has and at which a part listens; `torch_private` says what goes without.
+
+        All parts of a site are told there, also those that begin to listen later: programs keep replacements by name.
+        """
         for site in () if self.parts is None else sites(self.parts, self._class_made):
+            is_there = site.parent is not None and site.name is not None and hasattr(site.parent, site.name)
             # Parts that only listen at times say so.
-            told = [tell for tell in site.told if getattr(_part_of(tell), "is_listening", True)]
-            if told and site.parent is not None and site.name is not None:
-                yield replace(site, told=told)
+            if is_there and any(getattr(_part_of(tell), "is_listening", True) for tell in site.told):
+                yield site
 
     def _class_made(self, optimizer: Any) -> None:
         """Replace the step of a class of which this is the first instance."""

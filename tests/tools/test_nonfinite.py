@@ -85,3 +85,12 @@ def test_a_loss_keeps_no_large_outputs_that_it_is_an_element_of() -> None:
 def test_a_bad_choice_is_told() -> None:
     with pytest.raises(autoamp.UsageError, match="'ignore' is unknown; choose 'warn', 'raise', 'skip'"):
         autoamp.init(device_type="cpu", on_nonfinite="ignore")
+
+
+def test_gradients_without_a_kernel_for_sums_step_as_in_torch() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.complex32))
+    weight.grad = torch.ones(3, dtype=torch.complex32)
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    torch.optim.SGD([weight], lr=0.5).step()
+    handle.deactivate()
+    assert torch.equal(torch.view_as_real(weight.detach())[:, 0], torch.full((3,), 0.5, dtype=torch.float16))

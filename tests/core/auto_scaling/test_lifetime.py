@@ -81,3 +81,22 @@ def test_modules_with_hooks_are_copied_and_pickled(scaling: AutoScale) -> None:
     copied = copy.deepcopy(layer)
     optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
     train_step(optimizer, copied(torch.ones(1, 2)).sum())
+
+
+def test_functions_taken_before_auto_scale_began_are_told_of_it(handle: autoamp.Handle) -> None:
+    backward, scale = torch.autograd.backward, torch.amp.GradScaler("cpu", init_scale=8.0).scale
+    entered = torch.autocast.__enter__
+    model, _, x = make()
+    before = model(x)
+    try:
+        torch.autocast.__enter__ = lambda region: entered(region)  # type: ignore[method-assign]
+        scaling = handle.auto_scale()
+        backward((model(x).float() * 1e-8).sum())
+        assert all(param.grad is not None and bool(param.grad.any()) for param in model.parameters())
+        with torch.autocast("cpu", enabled=False):
+            pass
+        assert torch.equal(model(x), before)
+        scale(model(x).sum())
+        assert scaling.yielded_to == "torch.amp.GradScaler"
+    finally:
+        torch.autocast.__enter__ = entered  # type: ignore[method-assign]

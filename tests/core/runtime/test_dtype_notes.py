@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -544,6 +545,29 @@ def test_code_without_source_has_a_note(half: torch.dtype) -> None:
     exec("def forward(x):\n    return torch.linalg.qr(x)[0]\n", scope)
     note = note_on(lambda: train(Net(Part(scope["forward"])), "O2", half, {"none": ["qr"]}))
     assert note.startswith(f"autoamp: x is {half}; keep part in fp32")
+
+
+def test_a_line_of_several_statements_is_not_told_and_none_of_the_library(half: torch.dtype, tmp_path: Any) -> None:
+    file = tmp_path / "shared_line.py"
+    file.write_text(
+        "import autoamp, torch\n"
+        "def on_one_line(weight):\n"
+        "    with autoamp.disable_casts():\n"
+        "        wide = None\n"
+        "        wide = torch.rand(4, 4); torch.mm(wide, weight)\n"
+        "def inner(wide, weight):\n"
+        "    with autoamp.disable_casts():\n"
+        "        return torch.mm(wide, weight)\n"
+        "def through(weight):\n"
+        "    made = torch.rand(4, 4)\n"
+        "    return inner(made, weight)\n"
+    )
+    scope = runpy.run_path(str(file))
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    weight = torch.rand(4, 4).to(half)
+    assert "(the variable wide of on_one_line)" in note_on(lambda: scope["on_one_line"](weight))
+    assert f"(made at {file}:10 by `made = torch.rand(4, 4)`)" in note_on(lambda: scope["through"](weight))
+    handle.deactivate()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

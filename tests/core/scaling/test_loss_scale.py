@@ -269,3 +269,16 @@ def test_flags_are_read_together_unless_the_scale_is_near_one(scale: float, most
         update(scaler, False)
         unread.add(len(scaler.unread))
     assert max(unread) == most
+
+
+def test_a_subclass_may_have_a_setting_as_its_own_attribute() -> None:
+    class Mine(DynamicLossScaler):
+        growth_interval = 2000
+
+    scaler = Mine(init_scale=1024.0, growth_interval=10)
+    for _ in range(5):
+        scaler.update(False)
+    scaler.growth_interval = 3
+    for _ in range(6):
+        scaler.update(False)
+    assert scaler.loss_scale > 1024.0
