@@ -202,8 +202,8 @@ def _heals(tape: Tape, entry: Entry) -> bool:
 
 def _gradients_fit(run: Followed) -> bool:
     """Whether gradients fit into half parameters, as those of O3 are: what computes in fp32 casts them, and back."""
-    gradients = (run.value(one.ref).to(one.ref.dtype) for one in run.tape.named if one.kind == "grad")
-    return all(nonfinite_value(gradient) is None for gradient in gradients)
+    halves = (one.ref for one in run.tape.named if one.kind == "grad" and one.ref.dtype in HALF_DTYPES)
+    return all(nonfinite_value(run.value(ref).to(ref.dtype)) is None for ref in halves)
 
 
 def _given_finding(run: Followed, origin: NonFiniteOrigin) -> Overflow:

@@ -252,3 +252,20 @@ def test_without_an_entry_that_heals_none_is_suggested() -> None:
     found = step_of(Half())
     assert (found.fp32_names, found.fp32_module) == ((), None)
     assert "no entry of a list was found that makes the step right" in found.suggestion
+
+
+def test_gradients_that_were_inf_before_the_step_are_no_fault_of_the_entry() -> None:
+    torch.manual_seed(0)
+    stepped, left = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1)
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=8.0)
+    for size in (1.0, 1e6, 1e6):
+        x = torch.randn(2, 3) * size
+        optimizer.zero_grad()
+        loss = sum(layer(x).float().square().mean() for layer in (stepped, left))
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    found = found_in(handle)
+    handle.deactivate()
+    assert found.suggestion == 'add fp32 = ["linear"] to the list file (tried)'
