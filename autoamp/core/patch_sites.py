@@ -379,17 +379,13 @@ class PatchSites:
         for site in () if self.parts is None else sites(self.parts, self._class_made):
             is_there = site.parent is not None and site.name is not None and hasattr(site.parent, site.name)
             # Parts that only listen at times say so.
-            if is_there and any(getattr(_part_of(tell), "is_listening", True) for tell in site.told):
+            if is_there and any(getattr(getattr(tell, "__self__", None), "is_listening", True) for tell in site.told):
                 yield site
 
     def _class_made(self, optimizer: Any) -> None:
         """Replace the step of a class of which this is the first instance."""
         if self._steps is not None:
             self._steps.reach(type(optimizer))
-
-
-def _part_of(method: Any) -> Any:
-    return method.__self__
 
 
 def _replace(parent: Any, name: str, build: Callable[[Any], Any], patches: PatchSet) -> dict[int, tuple[Any, Any]]:
