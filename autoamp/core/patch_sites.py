@@ -377,7 +377,7 @@ class PatchSites:
         All parts of a site are told there, also those that begin to listen later: programs keep replacements by name.
         """
         for site in () if self.parts is None else sites(self.parts, self._class_made):
-            is_there = site.parent is not None and site.name is not None and hasattr(site.parent, site.name)
+            is_there = site.parent is not None and site.name is not None
             # Parts that only listen at times say so.
             if is_there and any(getattr(getattr(tell, "__self__", None), "is_listening", True) for tell in site.told):
                 yield site

@@ -175,6 +175,8 @@ class ModulePrecisions:
     """
 
     def __init__(self) -> None:
+        # Set after the first step: a script may define a class until then.
+        self._checked = False
         self._warned: set[ModuleRule] = set()
         self._tags: ModuleTags[ModulePrecision | None] = ModuleTags()
         self._matched: set[ModuleRule] = set()
@@ -182,8 +184,6 @@ class ModulePrecisions:
 
     def use(self, rules: Iterable[ModuleRule]) -> None:
         """Follow these rules from now on. What modules were given stays."""
-        # Set after the first step: a script may define a class until then.
-        self._checked = False
         self._rules = tuple(rules)
         self._class_rules = tuple(
             rule for rule in self._rules if "." in rule.pattern and not _GLOB.intersection(rule.pattern)
