@@ -28,9 +28,8 @@ from autoamp.core.attach import refuse_unguardable as refuse_unguardable
 from autoamp.core.attach import stepped_params as stepped_params
 from autoamp.core.auto_scale import AutoScale as AutoScale
 from autoamp.core.backward_pass import reached_by as reached_by
-from autoamp.core.block import BackwardWatch as BackwardWatch
+from autoamp.core.block import ScaledBlock as ScaledBlock
 from autoamp.core.block import open_blocks as open_blocks
-from autoamp.core.block import scaled_block as scaled_block
 from autoamp.core.casts import HALF_MODEL as HALF_MODEL
 from autoamp.core.casts import CastCache as CastCache
 from autoamp.core.casts import CastState as CastState

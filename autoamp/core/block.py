@@ -1,6 +1,6 @@
 """The `scale_loss` block: gradients are scaled on entry, unscaled and checked on exit.
 
-`scaled_block` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
+`ScaledBlock` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
 optimizers as an `OverflowCheck`. A block unscales the gradients of its own optimizers. Gradients of other parameters
 that the same loss reaches stay multiplied by the scale, and so do all gradients of a pass that begins after its block
 has ended: `LeftScaled` knows these, and refuses their use.
@@ -9,13 +9,12 @@ has ended: `LeftScaled` knows these, and refuses their use.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, ParamSpec
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -191,103 +190,6 @@ def _version(gradient: Tensor | None) -> int | None:
     return None if gradient is None else version_of(gradient)
 
 
-class BackwardWatch:
-    """Sees which backward passes a scaled loss begins, and refuses one that begins after the block has ended.
-
-    A context manager around the block. Its end raises UsageError where the loss was run backward and not the scaled
-    one, in this block or in an earlier one of these optimizers.
-
-    `torch.autograd.grad` of the scaled loss is no such pass: it writes no gradient of a parameter.
-
-    Args:
-        loss: The program's.
-        scaled: What the block yields, made of it.
-        scale: Of the block.
-        guards: Of the block's optimizers.
-        left_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
-
-    Attributes:
-        block: The names of the block's optimizers.
-    """
-
-    def __init__(
-        self,
-        loss: Tensor,
-        scaled: Tensor,
-        scale: Scale,
-        guards: Sequence[StepGuard],
-        left_scaled: LeftScaled,
-    ) -> None:
-        self._left_scaled = left_scaled
-        left_scaled.threads.add(threading.get_ident())
-        self._block = ", ".join(guard.name for guard in guards) or "no optimizer"
-        self._scale = scale
-        # The scaled loss may outlive its block by much.
-        self._guards = [weakref.ref(guard) for guard in guards]
-        self._has_ended = self._loss_passed = False
-        # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
-        self._backward_seen = all(guard.backward_seen for guard in guards)
-        self._hook: Any = None
-        if loss.requires_grad and scaled is not loss:
-            if not self._backward_seen:
-                self._hook = loss.register_hook(self._loss_passes)
-            scaled.register_hook(self._scaled_passes)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._has_ended = True
-        if self._hook is not None:
-            self._hook.remove()
-        if kind is not None:
-            return
-        for guard in self._living():
-            guard.backward_seen = guard.backward_seen or self._backward_seen
-        if self._loss_passed and not self._backward_seen:
-            raise UsageError(
-                f"loss.backward() was called inside the scale_loss block of {self._block}, and its gradients are not "
-                "scaled. "
-                "Call scaled_loss.backward(), where scaled_loss is the value that the with statement yields"
-            )
-
-    def _loss_passes(self, _: Tensor) -> None:
-        self._loss_passed = True
-
-    def _living(self) -> list[StepGuard]:
-        return [guard for reference in self._guards if (guard := reference()) is not None]
-
-    def _scaled_passes(self, _: Tensor) -> None:
-        self._backward_seen, guards = True, self._living()
-        others = self._left_scaled.others(guards, self._scale)
-        if not self._has_ended:
-            own = (param for guard in guards for param in guard.grads.leaves())
-            reached = [param for param, *_ in self._left_scaled.left(own) if engine_reaches(param)]
-            self._left_scaled.refuse("scaled_loss.backward() would add to", reached)
-            reason = (
-                f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the loss, "
-                "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
-            )
-        else:
-            # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
-            for guard in guards:
-                others += [] if is_same_scale(guard.grads.scale, self._scale) else guard.grads.leaves()
-            reason = (
-                f"scaled_loss.backward() was called after its scale_loss block of {self._block} had ended. Indent it "
-                "into the with block"
-            )
-            if any(map(engine_reaches, others)):
-                raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self._scale):g}: {reason}")
-        self._left_scaled.note_written(others, self._scale, reason)
-
-
-# The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.
-start_no_graph(BackwardWatch._scaled_passes)
-
-
-_P = ParamSpec("_P")
-
-
 class _Count:
     """A plain object: what compiled code sets on a `threading.local` itself, no guard of Dynamo sees."""
 
@@ -321,119 +223,178 @@ class NeedsWith:
         )
 
 
-class LossBlock(NeedsWith, contextlib._GeneratorContextManager[Tensor]):
-    """What ``scale_loss`` returns: the context manager of a generator that yields the scaled loss."""
-
-
-def loss_block(function: Callable[_P, Generator[Tensor, None, None]]) -> Callable[_P, LossBlock]:
-    """Decorate a generator function as `contextlib.contextmanager` does: calls return a `LossBlock`."""
-
-    @functools.wraps(function)
-    def block(*args: _P.args, **kwargs: _P.kwargs) -> LossBlock:
-        return LossBlock(function, args, kwargs)
-
-    return block
-
-
 class UnscaledBlock(NeedsWith, contextlib.nullcontext[Any]):
     """What ``scale_loss`` returns where nothing is scaled."""
 
 
-@contextlib.contextmanager
-def scaled_block(guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> Iterator[Scale]:
-    """A block in which the gradients of some optimizers are those of a scaled loss.
+class ScaledBlock:
+    """A block in which the gradients of some optimizers are those of a scaled loss. A context manager.
 
     Inside, everything in ``.grad`` has the scale of the block: gradients of earlier blocks are multiplied by it first.
     After it they have true values again, also after an exception. A scaler that does not check (scale 1.0) costs no
-    pass over the gradients.
+    pass over the gradients. The ``with`` statement yields the scale: multiply the loss by it, and call `watch`. Its
+    beginning raises UsageError where one of the optimizers is in a block already.
 
     Args:
         guards: Of the optimizers whose gradients the loss makes; none where only the gradients of inputs are wanted.
         scaler: Gives the scale, and is told later what became of it.
         delay_unscale: Leave the gradients scaled, for a later block or the step to unscale and check.
-
-    Yields:
-        The scale: multiply the loss by it.
-
-    Raises:
-        UsageError: One of the optimizers is in a block already.
     """
-    guards = tuple(dict.fromkeys(guards))
-    # Asked for once: the program may set the scale within the block.
-    checks, scale = scaler.checks, _open(guards, scaler)
-    open_blocks.open.number += 1
-    for guard in guards:
-        guard.in_block = True
-    try:
-        try:
-            yield scale
-        except BaseException:
-            # The program may catch the exception and step all the same: not with inf and nan.
-            _leave(guards, scaler, scale, checks, warns=False)
-            raise
-        if delay_unscale:
-            for guard in guards:
-                guard.grads.collect()
-                guard.grads.scale, guard.grads.delayed = scale, scaler if checks else None
-        else:
-            _leave(guards, scaler, scale, checks, warns=True)
-    finally:
-        open_blocks.open.number -= 1
+
+    scale: Scale
+    _left_scaled: LeftScaled
+
+    def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
+        self._guards = tuple(dict.fromkeys(guards))
+        self._scaler, self._delay_unscale = scaler, delay_unscale
+        self._names = [guard.name for guard in self._guards]
+        # The scaled loss may outlive its block, and this object with it, by much.
+        self._references: Sequence[weakref.ref[StepGuard]] = ()
+        self._hook: Any = None
+        self._checks = self._has_ended = self._loss_passed = self._backward_seen = False
+
+    def __enter__(self) -> Scale:
+        guards, scaler = self._guards, self._scaler
         for guard in guards:
-            guard.in_block = False
+            if guard.in_block:
+                raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
+        unscaled: set[int] = set()
+        for guard in guards:
+            guard.grads.collect(new_pass=True)
+            guard.grads.resolve_dropped_grads()
+            # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
+            # block of another scaler left is that scaler's, so it is checked before this block adds to it.
+            if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
+                guard.grads.finish_delayed(unscaled)
+        # Read after the loop, in which checks were resolved: that may have changed it. Both are asked for once: the
+        # program may set the scale within the block.
+        self._checks, self.scale = scaler.checks, scaler.scale_without_sync()
+        seen: set[int] = set()
+        for guard in guards:
+            # A parameter of several optimizers is brought to the scale once.
+            if len(guards) > 1 or not is_same_scale(guard.grads.scale, self.scale):
+                params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
+                seen.update(map(id, params))
+                if params and not is_same_scale(guard.grads.scale, self.scale):
+                    scale_(params, scale_ratio(self.scale, guard.grads.scale))
+            guard.grads.scale = self.scale
+        for guard in guards:
+            if guard.masters is not None:
+                guard.masters.before_backward()
+        open_blocks.open.number += 1
+        for guard in guards:
+            guard.in_block = True
+        return self.scale
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Unscale and check. UsageError: the loss was run backward and not the scaled one, in any block so far."""
+        guards, is_wrong = self._guards, kind is None and self._loss_passed and not self._backward_seen
+        self._has_ended, self._guards, self._references = True, (), list(map(weakref.ref, guards))
+        if self._hook is not None:
+            self._hook.remove()
+        try:
+            if kind is not None or is_wrong:
+                # The program may catch the exception and step all the same: not with inf and nan.
+                self._unscale(guards, warns=False)
+            elif self._delay_unscale:
+                for guard in guards:
+                    guard.grads.collect()
+                    guard.grads.scale, guard.grads.delayed = self.scale, self._scaler if self._checks else None
+            else:
+                self._unscale(guards, warns=True)
+        finally:
+            open_blocks.open.number -= 1
+            for guard in guards:
+                guard.in_block = False
+                guard.backward_seen |= kind is None and self._backward_seen
+        if is_wrong:
+            raise UsageError(
+                f"loss.backward() was called inside the scale_loss block of {self._block}, and its gradients are "
+                "not scaled. "
+                "Call scaled_loss.backward(), where scaled_loss is the value that the with statement yields"
+            )
+
+    def _unscale(self, guards: Sequence[StepGuard], *, warns: bool) -> None:
+        """Unscale and check the gradients of all guards. Nothing waits for the device.
+
+        The check concerns every optimizer that has gradients: none of them may step by a loss that overflowed for
+        another.
+        """
+        for guard in guards:
+            guard.grads.collect()
+        check = None
+        if self._checks:
+            check = OverflowCheck(self._scaler, self.scale, _unscaled(guards, self._scaler, self.scale))
+        for guard in guards:
+            # Ranks of a group reduce the flags of all: one without gradients takes part.
+            is_concerned = guard.grads.has_any() or guard.grads.group is not None
+            if warns and not is_concerned:
+                warn_without_gradients(guard.name, guard.grads.params())
+            guard.grads.scale, guard.grads.delayed = 1.0, None
+            if check is not None:
+                guard.grads.block_ended(check, is_concerned=is_concerned)
+
+    @property
+    def _block(self) -> str:
+        return ", ".join(self._names) or "no optimizer"
+
+    # -- backward passes --
+
+    def watch(self, loss: Tensor, scaled: Tensor, left_scaled: LeftScaled) -> None:
+        """See which backward passes the scaled loss begins, and refuse one that begins after the block has ended.
+
+        `torch.autograd.grad` of the scaled loss is no such pass: it writes no gradient of a parameter.
+
+        Args:
+            loss: The program's.
+            scaled: Made of it.
+            left_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
+        """
+        self._left_scaled = left_scaled
+        left_scaled.threads.add(threading.get_ident())
+        # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
+        self._backward_seen = all(guard.backward_seen for guard in self._guards)
+        if loss.requires_grad and scaled is not loss:
+            if not self._backward_seen:
+                self._hook = loss.register_hook(self._loss_passes)
+            scaled.register_hook(self._scaled_passes)
+
+    def _loss_passes(self, _: Tensor) -> None:
+        self._loss_passed = True
+
+    def _scaled_passes(self, _: Tensor) -> None:
+        guards: Sequence[StepGuard] = self._guards
+        if self._has_ended:
+            guards = [guard for reference in self._references if (guard := reference()) is not None]
+        self._backward_seen, left_scaled = True, self._left_scaled
+        others = left_scaled.others(guards, self.scale)
+        if not self._has_ended:
+            if left_scaled.noted:
+                own = (param for guard in guards for param in guard.grads.leaves())
+                reached = [param for param, *_ in left_scaled.left(own) if engine_reaches(param)]
+                left_scaled.refuse("scaled_loss.backward() would add to", reached)
+            reason = (
+                f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the "
+                "loss, as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
+            )
+        else:
+            # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
+            for guard in guards:
+                others += [] if is_same_scale(guard.grads.scale, self.scale) else guard.grads.leaves()
+            reason = (
+                f"scaled_loss.backward() was called after its scale_loss block of {self._block} had ended. Indent "
+                "it into the with block"
+            )
+            if any(map(engine_reaches, others)):
+                raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self.scale):g}: {reason}")
+        left_scaled.note_written(others, self.scale, reason)
 
 
-def _open(guards: Sequence[StepGuard], scaler: LossScaler) -> Scale:
-    """Bring the gradients that are there to the scale of the block, and return that."""
-    for guard in guards:
-        if guard.in_block:
-            raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
-    unscaled: set[int] = set()
-    for guard in guards:
-        guard.grads.collect(new_pass=True)
-        guard.grads.resolve_dropped_grads()
-        # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a block
-        # of another scaler left is that scaler's, so it is checked before this block adds to it.
-        if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
-            guard.grads.finish_delayed(unscaled)
-    # Read after the loop, in which checks were resolved: that may have changed it.
-    scale = scaler.scale_without_sync()
-    seen: set[int] = set()
-    for guard in guards:
-        # A parameter of several optimizers is brought to the scale once.
-        if len(guards) > 1 or not is_same_scale(guard.grads.scale, scale):
-            params = [param for param in guard.grads.params() if param.grad is not None and id(param) not in seen]
-            seen.update(map(id, params))
-            if params and not is_same_scale(guard.grads.scale, scale):
-                scale_(params, scale_ratio(scale, guard.grads.scale))
-        guard.grads.scale = scale
-    for guard in guards:
-        if guard.masters is not None:
-            guard.masters.before_backward()
-    return scale
+# The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.
+start_no_graph(ScaledBlock._scaled_passes)
 
 
-def _leave(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale, checks: bool, *, warns: bool) -> None:
-    """Unscale and check the gradients of all guards. Nothing waits for the device.
-
-    The check concerns every optimizer that has gradients: none of them may step by a loss that overflowed for another.
-    """
-    for guard in guards:
-        guard.grads.collect()
-    check = None
-    if checks:
-        check = OverflowCheck(scaler, scale, _unscale(guards, scaler, scale))
-    for guard in guards:
-        # Ranks of a group reduce the flags of all: one without gradients takes part.
-        is_concerned = guard.grads.has_any() or guard.grads.group is not None
-        if warns and not is_concerned:
-            warn_without_gradients(guard.name, guard.grads.params())
-        guard.grads.scale, guard.grads.delayed = 1.0, None
-        if check is not None:
-            guard.grads.block_ended(check, is_concerned=is_concerned)
-
-
-def _unscale(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
+def _unscaled(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
     """Unscale the gradients of all guards, and return flags of what this block made inf or nan.
 
     An overflow of an earlier block stays in the gradients of its optimizer. It says nothing of this loss, so an

@@ -23,7 +23,7 @@ from autoamp.core.casts import CastCache, CastState
 from autoamp.core.half_models import CastModels
 from autoamp.core.loss_scale import LossScaler, as_list, is_count, make_scaler
 from autoamp.core.nonfinite import NonFiniteSteps
-from autoamp.core.optimizers import GuardedOptimizers, wrap_optimizer
+from autoamp.core.optimizers import GuardedOptimizers, LossBlock, wrap_optimizer
 from autoamp.core.patch_sites import Parts
 from autoamp.core.patched_torch import PatchedTorch
 from autoamp.core.ranks import RequestedGroup
@@ -389,7 +389,7 @@ class BaseHandle:
         scalers = guarded.loss_scalers
         if scalers.own:
             raise UsageError("after wrap_optimizer() use `with optimizer.scale_loss(loss)`, not handle.scale_loss")
-        return guarded.scaled(loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
+        return LossBlock(guarded, loss, optimizers, scalers.choose(loss_id, optimizers), delay_unscale)
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients down in place so that their total norm is at most ``max_norm``.

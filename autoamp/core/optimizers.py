@@ -1,145 +1,29 @@
-"""The optimizers of a handle: their guards and masters, what the guards ask and tell, and blocks of their losses.
-
-Ranks that train together compare their settings, once, at the first step, through the process group's store. A rank
-without autoamp would leave a collective waiting for ever. So each rank writes what it has into the key-value store by
-which the process group was made, and the lowest rank reads and compares. No collective is made, and whoever does not
-answer is named once the time is up. The first rank writes its verdict there, and all raise the same error.
-"""
+"""The optimizers of a handle: their guards and masters, what the guards ask and tell, and blocks of their losses."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
-import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core.attach import ScalesItself, master_of, refuse_unguardable, stepped_params
-from autoamp.core.block import BackwardWatch, LeftScaled, loss_block, scaled_block
+from autoamp.core.block import LeftScaled, NeedsWith, ScaledBlock
 from autoamp.core.casts import CastState
 from autoamp.core.gradients import total_norm
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Listeners
-from autoamp.core.loss_scale import LossScaler, LossScalers, as_list, scaled_loss
+from autoamp.core.loss_scale import LossScaler, LossScalers, Scale, as_list, scaled_loss
 from autoamp.core.masters import MasterWeights
 from autoamp.core.patch_sites import PatchSites
-from autoamp.core.ranks import RequestedGroup, kept_equal, living_wrappers, meshes_of, several_processes
+from autoamp.core.ranks import RequestedGroup, compare_ranks, rank_sets, several_processes
 from autoamp.core.steps import CurrentStep, StepCounts, StepOwner, UnderflowWatch, check_optimizer
 from autoamp.errors import UsageError, kind_of
-
-# Ranks come to their first step at most so many seconds apart, unless the store gives up earlier.
-_PATIENCE = 300.0
-
-
-def rank_sets(params: Sequence[Tensor], groups: Iterable[Any]) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that step together.
-
-    They are those of each DTensor's mesh, of each DistributedDataParallel around a parameter and of each process group.
-    """
-    found: list[list[int]] = [mesh.mesh.flatten().tolist() for mesh in meshes_of(params)]
-    wanted = set(map(id, params))
-    for wrapper in living_wrappers():
-        kept = kept_equal(wrapper)
-        if not wanted.isdisjoint(map(id, [*kept, *map(master_of, kept)])):
-            found.append(dist.get_process_group_ranks(wrapper.process_group))
-    found += map(dist.get_process_group_ranks, groups)
-    return [ranks for ranks in dict.fromkeys(tuple(sorted(one)) for one in found) if len(ranks) > 1]
-
-
-def compare_ranks(sets: Sequence[Sequence[int]], facts: Mapping[str, str], rules: Mapping[str, str]) -> None:
-    """Compare the settings of ranks, all of which call this, once in the life of their process group.
-
-    Args:
-        sets: Sets of global ranks, this one among them.
-        facts: Settings by name.
-        rules: The policy of each target.
-
-    Raises:
-        UsageError: A rank has other settings, or gave no sign in time. It is named.
-    """
-    store: Any = None
-    # No process group, or one whose store torch does not give.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    if store is None:
-        return
-    own = dist.get_rank()
-    places = {_place(ranks): ranks for ranks in sets}
-    # An earlier handle has compared the others.
-    places = {place: ranks for place, ranks in places.items() if not store.check([f"{place}/{own}"])}
-    if not places:
-        return
-    entry = json.dumps({**facts, **{f"the cast lists' entry for {target}": policy for target, policy in rules.items()}})
-    # Publish all keys before waiting: ranks may have their sets in different orders, and would wait for each other.
-    for place in places:
-        store.set(f"{place}/{own}", entry)
-    verdicts = {place: _verdict(store, place, ranks) for place, ranks in places.items() if own == min(ranks)}
-    for place, told in verdicts.items():
-        store.set(f"{place}/verdict", told)
-    for place, ranks in places.items():
-        root, verdict = min(ranks), verdicts.get(place)
-        if verdict is None:
-            # The first rank says within its own patience who is missing.
-            is_there = _awaited(store, [f"{place}/verdict"], factor=1.25)
-            verdict = store.get(f"{place}/verdict").decode() if is_there else _no_answer([root], own)
-        if verdict:
-            raise UsageError(verdict)
-
-
-def _place(ranks: Sequence[int]) -> str:
-    # Torchrun may keep a store when it starts processes anew.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"autoamp/{attempt}/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
-
-
-def _awaited(store: Any, keys: Sequence[str], factor: float = 1.0) -> bool:
-    """Wait for keys. Returns whether they came."""
-    patience = timedelta(seconds=factor * min(_PATIENCE, store.timeout.total_seconds()))
-    with contextlib.suppress(RuntimeError):
-        store.wait(list(keys), patience)
-    return bool(store.check(list(keys)))
-
-
-def _verdict(store: Any, place: str, ranks: Sequence[int]) -> str:
-    """Return how ranks differ, as a message; an empty one where they agree."""
-    keys = {rank: f"{place}/{rank}" for rank in ranks}
-    if not _awaited(store, list(keys.values())):
-        return _no_answer([rank for rank in ranks if not store.check([keys[rank]])], dist.get_rank())
-    known = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-    for name in known[ranks[0]] | known[ranks[-1]]:
-        by_value: dict[str, list[int]] = {}
-        for rank, facts in known.items():
-            by_value.setdefault(facts.get(name, "none"), []).append(rank)
-        if len(by_value) > 1:
-            values = "; ".join(f"{value} on {_named(having)}" for value, having in by_value.items())
-            return f"{name} differs between ranks that train together: {values}. Give all of them the same"
-    return ""
-
-
-def _no_answer(missing: Sequence[int], own: int) -> str:
-    return (
-        f"{_named(missing)} sent nothing at the first step, and rank {own} waits for it: autoamp is not active "
-        "there (enabled=False, say), or the rank hangs or takes no step. All ranks that train together need the "
-        "same calls of initialize() or init(), and of sync_over() where there is one, and step the same number of "
-        "times"
-    )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
-
-
-_Scaled = Generator[Tensor, None, None]
 
 
 class GuardedOptimizers(StepOwner[StepGuard]):
@@ -306,7 +190,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
-        self._forget_added(guard)
+        self.forget_added(guard)
         self.left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
 
     def share_gradients(self, optimizer: Any) -> None:
@@ -318,7 +202,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             for half, scale, reason in left:
                 self.left_scaled.note([half, masters.get(half)], scale, reason)
 
-    def _forget_added(self, guard: StepGuard) -> None:
+    def forget_added(self, guard: StepGuard) -> None:
         """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
         if self.left_scaled.noted and (added := guard.grads.added_params()):
             pairs = () if guard.masters is None else guard.masters.pairs
@@ -331,7 +215,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             return
         guard.compared_settings = True
         asked = self.requested_group(guard.optimizer)
-        sets = rank_sets(stepped_params(guard.optimizer), () if asked is None else (asked.group,))
+        sets = rank_sets(stepped_params(guard.optimizer), () if asked is None else (asked.group,), master_of)
         if sets and self.facts is not None:
             facts, rules = self.facts()
             scalers = {f"loss scaler {number}": repr(scaler) for number, scaler in enumerate(self.scalers)}
@@ -355,34 +239,6 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             self._asked.update((optimizer, asked) for optimizer in optimizers)
 
     # -- losses --
-
-    @loss_block
-    def scaled(self, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> _Scaled:
-        """Yield ``loss.float() * scale`` within a `scaled_block`; see `autoamp.core.Handle.scale_loss`."""
-        if not isinstance(loss, Tensor):
-            swapped = "the loss comes first: scale_loss(loss, optimizer)"
-            remedy = swapped if isinstance(optimizers, Tensor) else "pass the loss itself, not loss.item()"
-            raise UsageError(f"scale_loss() takes a floating tensor, not {kind_of(loss)}; {remedy}")
-        if not loss.is_floating_point():
-            raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
-        guards = [self.guard(optimizer) for optimizer in as_list(optimizers)]
-        for guard in guards:
-            guard.scaled = True
-            self._forget_added(guard)
-        self.current.note(loss, scaler.scale_without_sync(), waits=True)
-        left = self.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
-        try:
-            with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
-                for param, earlier, reason in left:
-                    # The block multiplied them by its scale once more.
-                    self.left_scaled.note([param], earlier, reason)
-                scaled = scaled_loss(loss, scale)
-                watches = scaler.checks and not torch.compiler.is_compiling()
-                watch = BackwardWatch(loss, scaled, scale, guards, self.left_scaled) if watches else None
-                with contextlib.nullcontext() if watch is None else watch:
-                    yield scaled
-        finally:
-            self.casts.cache.clear()
 
     def clip_grad_norm_(self, optimizers: Any, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients of optimizers together; see `autoamp.core.Handle.clip_grad_norm_`."""
@@ -430,6 +286,67 @@ class GuardedOptimizers(StepOwner[StepGuard]):
                 self.keep_masters(optimizer)
 
 
+class LossBlock(NeedsWith):
+    """What ``scale_loss`` returns: a context manager that yields ``loss.float() * scale`` within a `ScaledBlock`.
+
+    Its beginning raises UsageError where the loss is no floating tensor, or an optimizer is none to guard.
+
+    Args:
+        owner: Guards the optimizers.
+        loss: Made a scaled one.
+        optimizers: The optimizer or optimizers that step by it.
+        scaler: Gives the scale.
+        delay_unscale: As for `ScaledBlock`.
+    """
+
+    _block: ScaledBlock
+
+    def __init__(
+        self, owner: GuardedOptimizers, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool
+    ) -> None:
+        self._owner, self._scaler, self._delay_unscale = owner, scaler, delay_unscale
+        self._given = loss, optimizers
+
+    def __enter__(self) -> Tensor:
+        (loss, optimizers), owner, scaler = self._given, self._owner, self._scaler
+        # What keeps the scaled loss keeps no graph by way of this object.
+        del self._given
+        if not isinstance(loss, Tensor):
+            swapped = "the loss comes first: scale_loss(loss, optimizer)"
+            remedy = swapped if isinstance(optimizers, Tensor) else "pass the loss itself, not loss.item()"
+            raise UsageError(f"scale_loss() takes a floating tensor, not {kind_of(loss)}; {remedy}")
+        if not loss.is_floating_point():
+            raise UsageError(f"scale_loss() takes a floating tensor, and this loss is {loss.dtype}; check what made it")
+        guards = [owner.guard(optimizer) for optimizer in as_list(optimizers)]
+        left: Sequence[tuple[Tensor, Scale, str]] = ()
+        for guard in guards:
+            guard.scaled = True
+        if owner.left_scaled.noted:
+            for guard in guards:
+                owner.forget_added(guard)
+            left = owner.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
+        owner.current.note(loss, scaler.scale_without_sync(), waits=True)
+        self._block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
+        scale = self._block.__enter__()
+        try:
+            for param, earlier, reason in left:
+                # The block multiplied them by its scale once more.
+                owner.left_scaled.note([param], earlier, reason)
+            scaled = scaled_loss(loss, scale)
+            if scaler.checks and not torch.compiler.is_compiling():
+                self._block.watch(loss, scaled, owner.left_scaled)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+        return scaled
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._block.__exit__(kind)
+        finally:
+            self._owner.casts.cache.clear()
+
+
 def steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:
     """Whether an optimizer steps a parameter of the models."""
     params = {id(param) for model in models for param in model.parameters()}
@@ -466,7 +383,7 @@ def wrap_optimizer(
         if step != skips.steps:
             # The first loss of a step takes the first scaler, and so on.
             step, turns = skips.steps, itertools.cycle(own)
-        return optimizers.scaled(loss, reference(), next(turns), delay_unscale)
+        return LossBlock(optimizers, loss, reference(), next(turns), delay_unscale)
 
     optimizer.scale_loss = scale_loss
     return optimizer

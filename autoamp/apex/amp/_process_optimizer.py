@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoamp.apex.amp.scaler import ScalerView
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters
-from autoamp.core import MasterWeights, OverflowCheck, StepGuard, current_runtime, scaled_block
+from autoamp.core import MasterWeights, OverflowCheck, ScaledBlock, StepGuard, current_runtime
 from autoamp.errors import UsageError
 
 
@@ -86,7 +86,7 @@ class AmpOptimizerState(GroupsOfMasters):
         (aside, found), self._aside, self._found = (self._aside, self._found), [], []
         # As after ``delay_unscale``: the block takes the gradients for scaled, and unscales them at its end.
         guard.grads.scale = scaler.loss_scale()
-        with scaled_block([guard], scaler._scaler):
+        with ScaledBlock([guard], scaler._scaler):
             pass
         for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)

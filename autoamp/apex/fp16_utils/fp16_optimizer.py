@@ -19,18 +19,17 @@ from autoamp.apex.fp16_utils.fp16util import (
 from autoamp.apex.fp16_utils.loss_scaler import Iterations, PokedDynamicScaler, PokedStaticScaler
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters, flat_masters
 from autoamp.core import (
-    BackwardWatch,
     DynamicLossScaler,
     LossScaler,
     MasterWeights,
     RequestedGroup,
+    ScaledBlock,
     ScalesItself,
     StepGuard,
     StepOwner,
     current_runtime,
     is_optimizer,
     joint_norm,
-    scaled_block,
     scaled_loss,
 )
 from autoamp.errors import CheckpointError, UsageError, kind_of
@@ -193,10 +192,11 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         if runtime is not None:
             scale = self.loss_scaler.scale_without_sync()
             runtime.optimizers.current.note(loss, scale, waits=True)
-        with scaled_block([self._guard], self.loss_scaler, delay_unscale=not update_master_grads) as scale:
+        block = ScaledBlock([self._guard], self.loss_scaler, delay_unscale=not update_master_grads)
+        with block as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
-                BackwardWatch(loss, scaled, scale, [self._guard], runtime.optimizers.left_scaled)
+                block.watch(loss, scaled, runtime.optimizers.left_scaled)
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:

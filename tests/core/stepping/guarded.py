@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.core import DynamicLossScaler, LossScaler, StepGuard, StepOwner, scaled_block
+from autoamp.core import DynamicLossScaler, LossScaler, ScaledBlock, StepGuard, StepOwner
 
 
 class Owner(StepOwner[StepGuard]):
@@ -36,7 +36,7 @@ def guard_of(optimizer: Any, *, masters: Any = None, max_consecutive_skips: int 
 @contextlib.contextmanager
 def scale_loss(loss: Tensor, guards: Any, scaler: LossScaler, delay_unscale: bool = False) -> Iterator[Tensor]:
     guards = [guards] if isinstance(guards, StepGuard) else guards
-    with scaled_block(guards, scaler, delay_unscale=delay_unscale) as scale:
+    with ScaledBlock(guards, scaler, delay_unscale=delay_unscale) as scale:
         yield loss.float() * scale
 
 

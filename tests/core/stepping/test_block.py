@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.core import DynamicLossScaler, StaticLossScaler, StepGuard, scaled_block
+from autoamp.core import DynamicLossScaler, ScaledBlock, StaticLossScaler, StepGuard
 from autoamp.errors import UsageError
 from tests.core.stepping.guarded import Setup, guard_of, scale_loss
 
@@ -145,7 +145,7 @@ def test_a_loss_of_other_parameters_warns() -> None:
     setup = Setup()
     with (
         pytest.warns(UserWarning, match=r"no parameter of SGD has a gradient.*scaled_loss\.backward") as caught,
-        scaled_block([setup.guard], setup.scaler) as scale,
+        ScaledBlock([setup.guard], setup.scaler) as scale,
     ):
         (torch.ones(1, requires_grad=True) * scale).backward()
     assert caught[0].filename == __file__
@@ -157,7 +157,7 @@ def test_frozen_parameters_warn_with_the_cause() -> None:
     setup = Setup()
     setup.param.requires_grad_(False)
     setup.scaler = StaticLossScaler(1.0)  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match="frozen"), scaled_block([setup.guard], setup.scaler):
+    with pytest.warns(UserWarning, match="frozen"), ScaledBlock([setup.guard], setup.scaler):
         pass
 
 
@@ -175,7 +175,7 @@ def test_one_of_two_without_gradients_is_named_and_not_skipped() -> None:
 
 def test_a_delayed_block_may_leave_no_gradients() -> None:
     setup = Setup()
-    with scaled_block([setup.guard], setup.scaler, delay_unscale=True):
+    with ScaledBlock([setup.guard], setup.scaler, delay_unscale=True):
         pass
     setup.optimizer.step()
     assert setup.scaler.unskipped == 0

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import autoamp
 from autoamp.core import CastState, DynamicLossScaler, GuardedOptimizers, RequestedGroup, StaticLossScaler, runtime_of
+from autoamp.core.optimizers import LossBlock
 from autoamp.errors import UsageError
 
 
@@ -37,7 +38,7 @@ def sgd(*values: float) -> tuple[Parameter, torch.optim.SGD]:
 
 def backward(optimizers: GuardedOptimizers, parameter: Tensor, optimizer: Any, factor: float = 1.0) -> None:
     loss = (parameter * factor).sum()
-    with optimizers.scaled(loss, optimizer, optimizers.loss_scalers.choose(0), delay_unscale=False) as scaled:
+    with LossBlock(optimizers, loss, optimizer, optimizers.loss_scalers.choose(0), delay_unscale=False) as scaled:
         scaled.backward()
 
 
@@ -105,7 +106,7 @@ def test_a_block_that_fails_to_begin_is_left(optimizers: GuardedOptimizers) -> N
     parameter, optimizer = sgd()
     with (
         pytest.raises(ZeroDivisionError),
-        optimizers.scaled(parameter.sum().as_subclass(Unscalable), optimizer, optimizers.scalers[0], False),
+        LossBlock(optimizers, parameter.sum().as_subclass(Unscalable), optimizer, optimizers.scalers[0], False),
     ):
         pass
     backward(optimizers, parameter, optimizer)
@@ -307,7 +308,7 @@ def test_ranks_without_a_loss_scale_exchange_nothing(
     agreeing.use_scalers([StaticLossScaler(1.0)], [])
     agreeing.loss_scalers.forget_but(agreeing.loss_scalers.latest)
     parameter, optimizer = sgd()
-    with agreeing.scaled(parameter.sum(), optimizer, agreeing.scalers[0], delay_unscale=False) as scaled:
+    with LossBlock(agreeing, parameter.sum(), optimizer, agreeing.scalers[0], delay_unscale=False) as scaled:
         scaled.backward()
     optimizer.step()
     assert (parameter.tolist(), ops) == ([0.5, 0.5], [])
@@ -343,7 +344,7 @@ def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: Guarde
     assert agreeing.step_stats.last.skipped
     # A rank without gradients takes part in the agreement.
     other = agreeing.scalers[0]
-    with agreeing.scaled((parameter.detach() * 0).sum(), optimizer, other, delay_unscale=False):
+    with LossBlock(agreeing, (parameter.detach() * 0).sum(), optimizer, other, delay_unscale=False):
         optimizer.zero_grad()
     optimizer.step()
     assert (agreeing.step_stats.skipped, other.unskipped) == (1, 1)
@@ -369,7 +370,7 @@ def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimiz
     parameter = Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     scaler = optimizers.loss_scalers.choose(0)
-    with optimizers.scaled(parameter.sum(), optimizer, scaler, delay_unscale=True) as scaled:
+    with LossBlock(optimizers, parameter.sum(), optimizer, scaler, delay_unscale=True) as scaled:
         scaled.backward()
     (master,) = (master for _, master in optimizers.keep_masters(optimizer).pairs)
     optimizer.step()
