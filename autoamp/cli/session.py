@@ -290,7 +290,7 @@ class Run:
         now.casts.own_dtypes.clear()
         now.models.buffer_losses.clear()
         diagnostics_of(self._now).overflows.all.clear()
-        done = now.optimizers.step_stats
+        done = now.optimizers.steps
         # A fork has no GPU to ask.
         with contextlib.suppress(RuntimeError):
             self._inherited = done.all, done.skipped, now.nonfinite.total
@@ -385,9 +385,9 @@ class Run:
         They are of the program's `FP16_Optimizer` or `GradScaler` where it has one. ``nonfinite`` is in how many steps
         that no loss scale guards the gradients held inf or nan.
         """
-        counts, yielded_to, before = now.optimizers.step_stats, self._scaling.yielded_to, self._inherited
+        counts, yielded_to, before = now.optimizers.steps, self._scaling.yielded_to, self._inherited
         by_program = bool(counts.own) or counts.own_scale is not None
-        ours = yielded_to is None and (counts.steps > 0 or self._now is not self.handle)
+        ours = yielded_to is None and (counts.guarded > 0 or self._now is not self.handle)
         if by_program:
             yielded_to = "FP16_Optimizer" if counts.own else "torch.amp.GradScaler"
         return {

@@ -187,6 +187,12 @@ class AutoScale:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
+            if not self.active and not self._passes.by_run:
+                original(
+                    tensors, grad_tensors, retain_graph=retain_graph, create_graph=create_graph,
+                    grad_variables=grad_variables, inputs=inputs,
+                )  # fmt: skip
+                return
             roots = _listed(tensors)
             inputs, grad_tensors, grad_variables = (
                 None if given is None else _listed(given) for given in (inputs, grad_tensors, grad_variables)
@@ -247,7 +253,7 @@ class AutoScale:
             running.concern(guard)
         running.take(leaves, nodes)
         for root in roots:
-            self._optimizers.current.note(root, running.scale, waits=True)
+            self._optimizers.steps.note(root, running.scale, waits=True)
         return running
 
     def _is_ours(self, roots: Sequence[Any], given: Sequence[Any]) -> bool:
@@ -370,9 +376,9 @@ class OptimizerSteps:
             if guard is None:
                 # Without loss scaling. Its gradients may be scaled all the same.
                 optimizers.left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
-                optimizers.current.begin()
+                plain_step = Step()
+                optimizers.steps.begin(plain_step, plain=True)
                 optimizers.check_underflow(optimizer)
-                plain_step = optimizers.step_stats.last = Step()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             optimizers.running.add(id(optimizer))
@@ -385,13 +391,12 @@ class OptimizerSteps:
             # A guard that steps has turned casts off, and sees to what follows.
             return run(*args, **kwargs) if guard.stepping else guard.step(run, args, kwargs)
         result = None
-        if plain_step is not None and optimizers.current.refuses(optimizer, None):
+        if plain_step is not None and optimizers.steps.refuses(optimizer, None):
             plain_step.skipped_by = "on_nonfinite"
         else:
             result = optimizers.casts.local.with_mode(run, False)(*args, **kwargs)
         if plain_step is not None:
-            optimizers.step_stats.plain += 1
-            optimizers.current.end(plain_step)
+            optimizers.steps.end(plain_step)
         optimizers.casts.cache.clear()
         return result
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoamp.core.gradients import true_gradient
+from autoamp.core.gradients import marks_of, true_gradient, unchecked
 from autoamp.core.guard import StepGuard
 from autoamp.core.loss_scale import LossScaler
 from autoamp.core.overflow_checks import OverflowCheck
@@ -141,7 +141,7 @@ class ScaledPass:
         """Whether a finite gradient that is added to that of a leaf leaves a finite one: it was checked."""
         # A sum of finite halves may be inf.
         return leaf.dtype not in HALF_DTYPES and not any(
-            guard.grads.checked.unchecked([leaf]) for guard in self.owners.get(id(leaf), ())
+            unchecked([leaf], guard.grads.checked) for guard in self.owners.get(id(leaf), ())
         )
 
     def concern(self, guard: StepGuard) -> None:
@@ -209,7 +209,7 @@ class ScaledPass:
                 for guard in self.owners.get(id(leaf), ()):
                     sure.setdefault(guard, []).append(leaf)
         for guard, leaves in sure.items():
-            guard.grads.checked.note(leaves)
+            guard.grads.checked |= marks_of(leaves)
         self._passed_on.clear()
         # The guards have the check, and the check has this pass: no cycle stays.
         self._arrivals, self._inner, self.owners = {}, {}, {}
@@ -318,12 +318,13 @@ class RunningPasses:
             them in.
 
     Attributes:
+        by_run: The pass of each run.
         casts_off: As given.
         hooked: The threads within a hook of the program, with the run that it is called by.
     """
 
     def __init__(self, casts_off: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._by_run: dict[int, ScaledPass] = {}
+        self.by_run: dict[int, ScaledPass] = {}
         self.casts_off = casts_off
         self.hooked: list[tuple[int, int]] = []
 
@@ -344,16 +345,16 @@ class RunningPasses:
         # on a device.
         here = threading.current_thread()
         if here.ident == thread or isinstance(here, threading._DummyThread):
-            self._by_run.setdefault(current_graph_task(), running)
+            self.by_run.setdefault(current_graph_task(), running)
 
     def end(self, running: ScaledPass) -> None:
         """Forget a pass."""
-        for number in [number for number, other in list(self._by_run.items()) if other is running]:
-            self._by_run.pop(number, None)
+        for number in [number for number, other in list(self.by_run.items()) if other is running]:
+            self.by_run.pop(number, None)
 
     def now(self) -> ScaledPass | None:
         """Return the pass within which this is called, None where it is none."""
-        return self._by_run.get(current_graph_task()) if self._by_run else None
+        return self.by_run.get(current_graph_task()) if self.by_run else None
 
     def joinable(self) -> ScaledPass | None:
         """Return the pass of which a run of the engine that begins now is a part, None if it is a pass of its own.

@@ -74,8 +74,6 @@ class LeftScaled:
         """
         alone = len(self.threads) < 2
         params = params if alone else [param for param in params if engine_reaches(param)]
-        if not params:
-            return
         before = [(param, param.grad, _version(param.grad)) for param in params]
 
         def note() -> None:
@@ -132,13 +130,13 @@ class LeftScaled:
     def _steps_any_of(self, params: Iterable[Tensor]) -> bool:
         """Whether an optimizer steps one of these parameters."""
         theirs = [guard.grads.leaves() for guard in self._guards()]
-        for optimizer in self._optimizers():
+        for optimizer in self._living_optimizers():
             guard = guard_before(optimizer)
             theirs.append(stepped_params(optimizer) if guard is None else guard.grads.leaves())
         stepped = {id(param) for some in theirs for param in some}
         return any(id(param) in stepped for param in params)
 
-    def _optimizers(self) -> list[Any]:
+    def _living_optimizers(self) -> list[Any]:
         living: Any = self._living
         # Copied by one call, as another thread may make an optimizer meanwhile.
         return [] if living is None else [one for reference in list(living.data) if (one := reference()) is not None]
@@ -159,18 +157,18 @@ class LeftScaled:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
         others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
-        for optimizer in self._optimizers():
+        for optimizer in self._living_optimizers():
             if (guard := guard_before(optimizer)) is None:
                 others += stepped_params(optimizer)
             else:
                 # That of an `FP16_Optimizer` is none of the handle's.
                 theirs[guard] = None
-        left_out: set[int] = set()
-        for guard in theirs:
-            if guard in guards or is_same_scale(guard.grads.scale, scale):
-                left_out.update(map(id, guard.grads.leaves()))
-            else:
-                others += guard.grads.leaves()
+        apart = [one for one in theirs if one not in guards and not is_same_scale(one.grads.scale, scale)]
+        for guard in apart:
+            others += guard.grads.leaves()
+        if not others:
+            return []
+        left_out = {id(leaf) for guard in theirs if guard not in apart for leaf in guard.grads.leaves()}
         return list({id(param): param for param in others if id(param) not in left_out}.values())
 
     def _find_living(self) -> None:
@@ -260,8 +258,10 @@ class ScaledBlock:
                 raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
         unscaled: set[int] = set()
         for guard in guards:
-            guard.grads.collect(new_pass=True)
-            guard.grads.resolve_dropped_grads()
+            if guard.masters is not None:
+                guard.masters.collect(new_pass=True)
+            if guard.grads.checks:
+                guard.grads.resolve_dropped_grads()
             # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
             # block of another scaler left is that scaler's, so it is checked before this block adds to it.
             if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
@@ -298,7 +298,8 @@ class ScaledBlock:
                 self._unscale(guards, warns=False)
             elif self._delay_unscale:
                 for guard in guards:
-                    guard.grads.collect()
+                    if guard.masters is not None:
+                        guard.masters.collect()
                     guard.grads.scale, guard.grads.delayed = self.scale, self._scaler if self._checks else None
             else:
                 self._unscale(guards, warns=True)
@@ -321,10 +322,16 @@ class ScaledBlock:
         another.
         """
         for guard in guards:
-            guard.grads.collect()
+            if guard.masters is not None:
+                guard.masters.collect()
         check = None
         if self._checks:
-            check = OverflowCheck(self._scaler, self.scale, _unscaled(guards, self._scaler, self.scale))
+            params = [param for guard in guards for param in guard.grads.params() if param.grad is not None]
+            blank = self._scaler.unread.blank
+            found: list[Tensor] = []
+            if len(guards) > 1 and any(guard.grads.checks for guard in guards):
+                params, found = _unscale_apart(guards, params, self.scale, blank)
+            check = OverflowCheck(self._scaler, self.scale, [*found, *unscale_(params, self.scale, blank)])
         for guard in guards:
             # Ranks of a group reduce the flags of all: one without gradients takes part.
             is_concerned = guard.grads.has_any() or guard.grads.group is not None
@@ -363,56 +370,70 @@ class ScaledBlock:
         self._loss_passed = True
 
     def _scaled_passes(self, _: Tensor) -> None:
-        guards: Sequence[StepGuard] = self._guards
-        if self._has_ended:
-            guards = [guard for reference in self._references if (guard := reference()) is not None]
         self._backward_seen, left_scaled = True, self._left_scaled
-        others = left_scaled.others(guards, self.scale)
-        if not self._has_ended:
-            if left_scaled.noted:
-                own = (param for guard in guards for param in guard.grads.leaves())
-                reached = [param for param, *_ in left_scaled.left(own) if engine_reaches(param)]
-                left_scaled.refuse("scaled_loss.backward() would add to", reached)
+        if self._has_ended:
+            self._passes_late()
+            return
+        others = left_scaled.others(self._guards, self.scale)
+        if left_scaled.noted:
+            own = (param for guard in self._guards for param in guard.grads.leaves())
+            reached = [param for param, *_ in left_scaled.left(own) if engine_reaches(param)]
+            left_scaled.refuse("scaled_loss.backward() would add to", reached)
+        if others:
             reason = (
-                f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the "
-                "loss, as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
+                f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the loss, "
+                "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
             )
-        else:
-            # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
-            for guard in guards:
-                others += [] if is_same_scale(guard.grads.scale, self.scale) else guard.grads.leaves()
-            reason = (
-                f"scaled_loss.backward() was called after its scale_loss block of {self._block} had ended. Indent "
-                "it into the with block"
-            )
-            if any(map(engine_reaches, others)):
-                raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self.scale):g}: {reason}")
-        left_scaled.note_written(others, self.scale, reason)
+            left_scaled.note_written(others, self.scale, reason)
+
+    def _passes_late(self) -> None:
+        """Refuse a pass that begins after the block has ended, where it would leave gradients scaled."""
+        guards = [guard for reference in self._references if (guard := reference()) is not None]
+        others = self._left_scaled.others(guards, self.scale)
+        # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
+        for guard in guards:
+            others += [] if is_same_scale(guard.grads.scale, self.scale) else guard.grads.leaves()
+        reason = (
+            f"scaled_loss.backward() was called after its scale_loss block of {self._block} had ended. Indent it into "
+            "the with block"
+        )
+        if any(map(engine_reaches, others)):
+            raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self.scale):g}: {reason}")
+        self._left_scaled.note_written(others, self.scale, reason)
 
 
 # The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.
 start_no_graph(ScaledBlock._scaled_passes)
 
 
-def _unscaled(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
-    """Unscale the gradients of all guards, and return flags of what this block made inf or nan.
+def _unscale_apart(
+    guards: Sequence[StepGuard], params: Sequence[Tensor], scale: Scale, blank: Callable[[Any], Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Unscale the gradients that are of one optimizer alone, if that has checks of earlier blocks.
 
     An overflow of an earlier block stays in the gradients of its optimizer. It says nothing of this loss, so an
     optimizer whose earlier check tells of one has no part in the flags.
+
+    Args:
+        guards: Of all optimizers of the block.
+        params: All parameters with gradients.
+        scale: The scale of the block.
+        blank: Gives a flag on a device.
+
+    Returns:
+        The parameters that are left, and flags of what the block made inf or nan in the others.
     """
-    params = [param for guard in guards for param in guard.grads.params() if param.grad is not None]
-    waiting = [guard for guard in guards if guard.grads.checks] if len(guards) > 1 else []
-    if not waiting:
-        return unscale_(params, scale, scaler.unread.blank)
     # Inf in a gradient that several of them step by concerns those without an earlier check too.
     count = Counter(id(param.grad) for param in params)
     flags: list[Tensor] = []
-    for guard in waiting:
-        own = [param for param in guard.grads.params() if count[id(param.grad)] == 1]
-        flags += _without_earlier(guard.grads.checks, unscale_(own, scale, scaler.unread.blank))
-        unscaled = {id(param.grad) for param in own}
-        params = [param for param in params if id(param.grad) not in unscaled]
-    return [*flags, *unscale_(params, scale, scaler.unread.blank)]
+    left = list(params)
+    for guard in guards:
+        if guard.grads.checks:
+            own = [param for param in guard.grads.params() if count[id(param.grad)] == 1]
+            flags += _without_earlier(guard.grads.checks, unscale_(own, scale, blank))
+            unscaled = {id(param.grad) for param in own}
+            left = [param for param in left if id(param.grad) not in unscaled]
+    return left, flags
 
 
 def _without_earlier(checks: Sequence[OverflowCheck], flags: Sequence[Tensor]) -> Sequence[Tensor]:

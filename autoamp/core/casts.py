@@ -652,8 +652,9 @@ class CastState:
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a torch.autocast region: nothing but `autocast_rules` follows from it."""
 
-    def note_step(self) -> None:
-        """Note that an optimizer has stepped."""
+    def note_step(self) -> bool:
+        """Note that an optimizer has stepped. Returns whether nothing follows from later steps."""
+        return True
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
         """Note that the program casts by itself: nothing follows from it where casts do not follow modules.

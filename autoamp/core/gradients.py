@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -370,29 +370,28 @@ def is_same_gradient(mark: Mark | None, gradient: torch.Tensor) -> bool:
     return mark is not None and mark[0]() is gradient and mark[1] is not None and mark[1] == version_of(gradient)
 
 
-class CheckedGrads:
-    """The gradients of one optimizer that were checked, as they were then."""
+def marks_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[weakref.ref[torch.Tensor], int | None]]:
+    """Return what tells the gradients of these parameters, as they are now, from any other, by ``id(parameter)``.
 
-    def __init__(self) -> None:
-        self._marks: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
+    By sweeps that hundreds of parameters do not slow: this runs in each step. What a plain weak reference gives is
+    compared and nothing else, so it need not be a `TensorWeakRef`.
+    """
+    known = [param for param in params if param.grad is not None]
+    grads: list[Any] = [param.grad for param in known]
+    versions = versions_of(grads)
+    if not _PLAIN.issuperset(map(type, grads)):
+        versions = [None if is_sharded(grad) else version for grad, version in zip(grads, versions, strict=True)]
+    return dict(zip(map(id, known), zip(map(weakref.ref, grads), versions, strict=True), strict=True))
 
-    def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Take note that the gradients of these parameters were checked as they are now."""
-        known = [param for param in params if param.grad is not None]
-        grads: list[Any] = [param.grad for param in known]
-        versions = versions_of(grads)
-        if not _PLAIN.issuperset(map(type, grads)):
-            versions = [None if is_sharded(grad) else version for grad, version in zip(grads, versions, strict=True)]
-        # By sweeps that hundreds of parameters do not slow: this runs in each step. What a plain weak reference gives
-        # is compared and nothing else, so it need not be a `TensorWeakRef`.
-        self._marks.update(zip(map(id, known), zip(map(weakref.ref, grads), versions, strict=True), strict=True))
 
-    def unchecked(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the parameters whose gradients were not checked, or were written to or replaced since."""
-        found, marks = [], self._marks
-        for param in params:
-            if (grad := param.grad) is not None:
-                mark = marks.get(id(param))
-                if mark is None or mark[0]() is not grad or mark[1] is None or grad._version != mark[1]:
-                    found.append(param)
-        return found
+def unchecked(
+    params: Iterable[torch.Tensor], marks: Mapping[int, tuple[weakref.ref[torch.Tensor], int | None]]
+) -> list[torch.Tensor]:
+    """Return the parameters whose gradients are others than those of the marks, or were written to since."""
+    found = []
+    for param in params:
+        if (grad := param.grad) is not None:
+            mark = marks.get(id(param))
+            if mark is None or mark[0]() is not grad or mark[1] is None or grad._version != mark[1]:
+                found.append(param)
+    return found

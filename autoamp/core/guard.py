@@ -126,7 +126,8 @@ class StepGuard:
         self.owner().step_begins(self)
         if not callable(closure):
             self.owner().refuse_scaled(self)
-        self.grads.collect()
+        if self.masters is not None:
+            self.masters.collect()
         self.grads.finish_delayed()
         self.grads.recheck(makes_gradients=callable(closure), last_step=last_step)
         try:
@@ -137,7 +138,7 @@ class StepGuard:
         finally:
             self.grads.agreed = False
             self.params_changed()
-        self.owner().current.end(self.skips.step)
+        self.owner().steps.end(self.skips.step)
         return result
 
     @contextlib.contextmanager
@@ -151,16 +152,17 @@ class StepGuard:
 
     def is_refused(self) -> bool:
         """Whether ``on_nonfinite`` refuses the step, by gradients that no loss scale checked."""
-        return self.owner().current.refuses(self.optimizer, self)
+        return self.owner().steps.refuses(self.optimizer, self)
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flag = self._flag_for_device()
+        optimizer = self.optimizer
+        # Asked here too, as most optimizers have none.
+        flag = self._flag_for_device(optimizer) if getattr(optimizer, "_step_supports_amp_scaling", False) else None
         if flag is None:
             blamed = self.grads.resolve()
             if blamed is not None or self.is_refused():
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
-        optimizer = self.optimizer
         known = state_size(optimizer)
         optimizer.found_inf = flag
         try:
@@ -181,13 +183,12 @@ class StepGuard:
         if self.masters is not None and self.skips.step.skipped_by is None:
             self.masters.copy_down()
 
-    def _flag_for_device(self) -> Tensor | None:
+    def _flag_for_device(self, optimizer: Any) -> Tensor | None:
         """Return the flag of an overflow that the optimizer takes on its device; None where checks are to be read.
 
         The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
         too, nor where the program has given a flag itself.
         """
-        optimizer = self.optimizer
         if (
             not takes_flag(optimizer)
             or getattr(optimizer, "found_inf", None) is not None
@@ -336,7 +337,8 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
             before.restore(grads.params())
         loss = _call_closure(guard, closure)
         guard.owner().refuse_scaled(guard)
-        grads.collect()
+        if guard.masters is not None:
+            guard.masters.collect()
         grads.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)
         if (group := grads.group) is not None:

@@ -94,7 +94,7 @@ class Runtime:
             self.auto_scaling,
             self.nonfinite,
         )
-        self.optimizers.current.refuses, self.optimizers.current.after = self.nonfinite.refuses_step, calls.step_ended
+        self.optimizers.steps.refuses, self.optimizers.steps.after = self.nonfinite.refuses_step, calls.step_ended
         self.looks.begin(self)
 
     @property
@@ -345,12 +345,12 @@ class BaseHandle:
     @property
     def skipped_steps(self) -> int:
         """How many steps of all optimizers were skipped because gradients overflowed."""
-        return self._runtime.optimizers.step_stats.skipped
+        return self._runtime.optimizers.steps.skipped
 
     @property
     def last_step_skipped(self) -> bool:
         """Whether the last optimizer step was skipped."""
-        return self._runtime.optimizers.step_stats.last.skipped
+        return self._runtime.optimizers.steps.last.skipped
 
     @property
     def max_consecutive_skips(self) -> int:
@@ -480,7 +480,7 @@ class BaseHandle:
         is disabled.
         """
         optimizers = self._runtime.optimizers
-        return optimizers.loss_scalers.state_dict(optimizers.step_stats.skipped)
+        return optimizers.loss_scalers.state_dict(optimizers.steps.skipped)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of ``state_dict``: all of it, or nothing after an error. A disabled handle ignores it.

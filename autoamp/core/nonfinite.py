@@ -108,7 +108,7 @@ class NonFiniteSteps:
                 "in the block, or scale by the GradScaler alone, outside of any block"
             )
         if isinstance(outputs, Tensor) and scaler.is_enabled() and not torch.compiler.is_dynamo_compiling():
-            self._optimizers.current.note(outputs, _LazyScale(scaler), waits=True)
+            self._optimizers.steps.note(outputs, _LazyScale(scaler), waits=True)
 
     def around_unscale(self, original: Any) -> Any:
         """Return an ``unscale_`` whose errors are explained."""
@@ -128,7 +128,7 @@ class NonFiniteSteps:
         def step(self_: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if self._scaler_steps or not self_.is_enabled() or torch.compiler.is_dynamo_compiling():
                 return original(self_, optimizer, *args, **kwargs)
-            self._optimizers.step_stats.own_scale = _LazyScale(self_)
+            self._optimizers.steps.own_scale = _LazyScale(self_)
             self._scaler_steps, self._called, self._flag = True, False, None
             try:
                 result = original(self_, optimizer, *args, **kwargs)
@@ -147,10 +147,9 @@ class NonFiniteSteps:
         skips = self._skips[optimizer] if guard is None else guard.skips
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.
-            self._optimizers.step_stats.step_begins(skips.begin())
-            self._optimizers.current.begin()
+            self._optimizers.steps.begin(skips.begin())
         elif guard is None:
-            skips.step = self._optimizers.step_stats.last
+            skips.step = self._optimizers.steps.last
         if flag is not None and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(_tell_late, skips, skips.step, weakref.ref(scaler)), urgent=True)
         elif not self._called or (flag is not None and bool(flag)):
@@ -160,7 +159,7 @@ class NonFiniteSteps:
         elif guard is None and not skips.step.skipped:
             skips.end(skips.step)
         if not self._called:
-            self._optimizers.current.end(skips.step)
+            self._optimizers.steps.end(skips.step)
 
     # -- without a loss scale --
 
@@ -172,12 +171,12 @@ class NonFiniteSteps:
             # A pass within a pass is a checkpoint's.
             if torch.compiler.is_compiling() or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
-            if optimizers.current.waiting:
-                optimizers.current.waiting -= 1
+            if optimizers.steps.waiting:
+                optimizers.steps.waiting -= 1
             else:
                 for root in iter_tensors(tensors):
                     if root.grad_fn is not None and root.is_floating_point():
-                        optimizers.current.note(root, 1.0)
+                        optimizers.steps.note(root, 1.0)
             if not optimizers.listeners.backward_begun:
                 return original(tensors, grad_tensors, *args, **kwargs)
             with contextlib.ExitStack() as stack:
@@ -199,10 +198,10 @@ class NonFiniteSteps:
         """
         flag = getattr(optimizer, "found_inf", None)
         self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
-        self._optimizers.step_stats.last.flag = self._flag
+        self._optimizers.steps.last.flag = self._flag
         if flag is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return False
-        step, waits, grads = self._optimizers.current, self._action != "warn", []
+        step, waits, grads = self._optimizers.steps, self._action != "warn", []
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (waits and several_processes())
         if self._scaler_steps or (guard is not None and guard.grads.resolved):
@@ -224,8 +223,8 @@ class NonFiniteSteps:
         flag = _holds_non_finite(grads, losses)
         if flag is None:
             return False
-        # A guarded step was counted as it began.
-        number = self._optimizers.step_stats.all - (guard is not None)
+        # It was counted as it began.
+        number = self._optimizers.steps.all - 1
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
@@ -253,7 +252,7 @@ class NonFiniteSteps:
         if skips:
             for param in stepped_params(optimizer):
                 param.grad = None
-            self._optimizers.step_stats.add_skip()
+            self._optimizers.steps.add_skip()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
                 raise NonFiniteGradientsError(
                     f"{self._in_a_row} steps in a row were skipped for inf or nan in the gradients, as "

@@ -22,7 +22,7 @@ from autoamp.core.loss_scale import LossScaler, LossScalers, Scale, as_list, sca
 from autoamp.core.masters import MasterWeights
 from autoamp.core.patch_sites import PatchSites
 from autoamp.core.ranks import RequestedGroup, compare_ranks, rank_sets, several_processes
-from autoamp.core.steps import CurrentStep, StepCounts, StepOwner, UnderflowWatch, check_optimizer
+from autoamp.core.steps import StepOwner, Steps, UnderflowWatch, check_optimizer
 from autoamp.errors import UsageError, kind_of
 
 
@@ -36,7 +36,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
     Attributes:
         casts: As given; replaced at another call of `initialize`.
         loss_scalers: Those that were given, and all that came later.
-        step_stats: How many steps there were, and skips.
+        steps: How many there were, and what is known of the last one.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         running: Optimizers of torch's classes whose step runs now, by id.
         left_scaled: The parameters whose gradients a block left scaled.
@@ -49,7 +49,6 @@ class GuardedOptimizers(StepOwner[StepGuard]):
     def __init__(self, casts: CastState, scalers: Sequence[LossScaler]) -> None:
         self.casts = casts
         self.loss_scalers = LossScalers(scalers)
-        self.step_stats = StepCounts(self.loss_scalers.catch_up)
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
         self.running: set[int] = set()
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
@@ -58,7 +57,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         self.facts: Callable[[], tuple[dict[str, str], dict[str, str]]] | None = None
         self.sites = PatchSites()
         self.listeners = Listeners()
-        self.current = CurrentStep(self.listeners)
+        self.steps = Steps(self.listeners, self.loss_scalers.catch_up)
         self._vanishing = UnderflowWatch()
         self.left_scaled = LeftScaled(lambda: self.guards)
 
@@ -162,9 +161,9 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def release(self) -> None:
         """Give every optimizer its step and its parameters back."""
-        if self.step_stats.own_scale is not None:
+        if self.steps.own_scale is not None:
             # Of the program's scaler nothing is kept but the number.
-            self.step_stats.own_scale = float(self.step_stats.own_scale)
+            self.steps.own_scale = float(self.steps.own_scale)
         # The optimizers live as long as this list does, and their guards refer to them weakly.
         optimizers = list(self._guards)
         # All guards go first: what one left scaled may be the gradients of a master that another one has too.
@@ -178,20 +177,21 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        self.current.begin()
-        self.step_stats.step_begins(guard.skips.step)
+        self.steps.begin(guard.skips.step)
         if guard.grads.own_scalers:
             for scaler in guard.grads.own_scalers:
-                self.step_stats.add_own(scaler)
+                self.steps.add_own(scaler)
             return
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
-        self.compare_settings(guard)
+        if several_processes():
+            self.compare_settings(guard)
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
-        self.forget_added(guard)
-        self.left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
+        if self.left_scaled.noted:
+            self.forget_added(guard)
+            self.left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
 
     def share_gradients(self, optimizer: Any) -> None:
         """Let an optimizer's masters, if it has some, have the gradients of their half parameters, scaled or not."""
@@ -204,7 +204,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def forget_added(self, guard: StepGuard) -> None:
         """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
-        if self.left_scaled.noted and (added := guard.grads.added_params()):
+        if added := guard.grads.added_params():
             pairs = () if guard.masters is None else guard.masters.pairs
             known = set(map(id, added))
             self.left_scaled.forget([*added, *(half for half, master in pairs if id(master) in known)])
@@ -224,7 +224,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def check_underflow(self, optimizer: Any) -> None:
         """Warn if the gradients of a loss that nobody scales underflow in fp16."""
-        if self.casts.dtype is torch.float16 and self.step_stats.own_scale is None:
+        if self.casts.dtype is torch.float16 and self.steps.own_scale is None:
             self._vanishing.look(optimizer, stepped_params(optimizer))
 
     def requested_group(self, optimizer: Any) -> RequestedGroup | None:
@@ -261,7 +261,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
     def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
         """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
         self.loss_scalers.use(scalers, optimizers)
-        self.step_stats.reset()
+        self.steps.reset()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the scalers' state and the number of skips; all of it, or nothing.
@@ -270,7 +270,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             CheckpointError: A key is missing, unknown or of the wrong kind. The message names it.
         """
         skipped = self.loss_scalers.load_state_dict(state)
-        self.step_stats.reset(self.step_stats.steps, skipped)
+        self.steps.reset(self.steps.guarded, skipped)
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
             guard.skips.in_a_row = 0
@@ -325,7 +325,7 @@ class LossBlock(NeedsWith):
             for guard in guards:
                 owner.forget_added(guard)
             left = owner.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
-        owner.current.note(loss, scaler.scale_without_sync(), waits=True)
+        owner.steps.note(loss, scaler.scale_without_sync(), waits=True)
         self._block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
         scale = self._block.__enter__()
         try:
@@ -396,7 +396,8 @@ def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     none = total_norm((), norm_type)
     norms: list[Tensor] = []
     for guard in guards:
-        guard.grads.collect()
+        if guard.masters is not None:
+            guard.masters.collect()
         guard.grads.finish_delayed()
         norms.append(guard.grads.norm(norm_type))
     if not norms:

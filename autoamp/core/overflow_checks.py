@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoamp.core.attach import stepped_params
-from autoamp.core.gradients import CheckedGrads, found_any, unscale_
+from autoamp.core.gradients import found_any, marks_of, unchecked, unscale_
 from autoamp.core.loss_scale import LossScaler, Scale
 from autoamp.core.masters import MasterWeights
 from autoamp.core.ranks import (
@@ -115,7 +115,7 @@ class GuardedGrads:
         checks: The checks, in order.
         last: The scaler and scale of the last block or pass.
         resolved: The checks that were resolved last; none where there were none.
-        checked: The gradients that have no inf or nan but what a pending check tells of.
+        checked: The marks of gradients that have no inf or nan but what a pending check tells of.
         agreed: Whether ranks agreed on all that was found since the step. Begun anew at each step: ranks without a
             block or pass until the next one have to hear of those that have one.
     """
@@ -131,7 +131,7 @@ class GuardedGrads:
         self.checks: list[OverflowCheck] = []
         self.last: tuple[LossScaler, Scale] | None = None
         self.resolved: Sequence[OverflowCheck] = ()
-        self.checked = CheckedGrads()
+        self.checked: dict[int, Any] = {}
         self.agreed = False
         self._optimizer = weakref.ref(optimizer)
         self._skips, self._owner = skips, owner
@@ -157,11 +157,6 @@ class GuardedGrads:
     def has_any(self) -> bool:
         """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
-
-    def collect(self, *, new_pass: bool = False) -> None:
-        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
-        if self.masters is not None:
-            self.masters.collect(new_pass=new_pass)
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -196,8 +191,7 @@ class GuardedGrads:
         """Take note of what a block unscaled, and keep its check if that concerns the optimizer."""
         self._unscaled = self.params()
         # All of them, anew: nothing stays of parameters that the optimizer steps no more.
-        self.checked = CheckedGrads()
-        self.checked.note(self._unscaled)
+        self.checked = marks_of(self._unscaled)
         self.last, self.agreed = (check.scaler, check.scale), False
         if is_concerned:
             self.checks.append(check)
@@ -216,6 +210,8 @@ class GuardedGrads:
         Gradients of what was added are taken to be from that block. A gradient does not tell which backward pass made
         it, so one of a pass that was not scaled is divided too. Parameters that are in ``done``, by id, are left out.
         """
+        if self.delayed is None and self.last is None:
+            return
         params = self.params()
         if self.delayed is not None:
             scaler, scale, scaled = self.delayed, self.scale, params
@@ -229,7 +225,7 @@ class GuardedGrads:
         done.update(map(id, scaled))
         if any(param.grad is not None for param in scaled):
             self.note(OverflowCheck(scaler, scale, unscale_(scaled, scale, scaler.unread.blank)))
-            self.checked.note(scaled)
+            self.checked |= marks_of(scaled)
 
     def expect(self, check: OverflowCheck) -> None:
         """Take note of a backward pass from which gradients come with true values, and of the check on them."""
@@ -276,7 +272,7 @@ class GuardedGrads:
                 check.reported.told = bool(check.reported.told) or check not in clean
         if blamed is not None:
             # Inf and nan are in them from now on, and no pending check tells.
-            self.checked = CheckedGrads()
+            self.checked = {}
         return blamed
 
     def resolve_dropped_grads(self) -> None:
@@ -295,7 +291,7 @@ class GuardedGrads:
             nothing was done: there are none, some are read already, several scalers have a part in them, the scaler
             lives on the host, or the host is to know at once.
         """
-        if not self.checks or self._owner().current.reads_flags:
+        if not self.checks or self._owner().steps.reads_flags:
             return None
         scaler, is_reported = self.checks[0].scaler, self.checks[0].reported.told is not None
         for check in self.checks:
@@ -321,7 +317,7 @@ class GuardedGrads:
             # The device tells the scaler itself: another optimizer of the block has nothing to add.
             check.reported.told = True
         self.resolved, self.checks = self.checks, []
-        self.checked = CheckedGrads()
+        self.checked = {}
         return flag
 
     # -- several ranks --
@@ -341,7 +337,7 @@ class GuardedGrads:
         params = self.params()
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
-            found = self._look(params if (last_step or self._skips.step).skipped else self.checked.unchecked(params))
+            found = self._look(params if (last_step or self._skips.step).skipped else unchecked(params, self.checked))
             if found:
                 check = OverflowCheck(*self.last, found)
                 check.reported.told = True
@@ -352,8 +348,8 @@ class GuardedGrads:
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
         elif self.checks:
-            found = self._look(params if several_processes() else self.checked.unchecked(params))
-            if found:
+            pending = params if several_processes() else unchecked(params, self.checked)
+            if pending and (found := self._look(pending)):
                 last = self.checks[-1]
                 self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
 
@@ -362,7 +358,7 @@ class GuardedGrads:
         if not params:
             return []
         found = unscale_(params, 1.0, None if self.last is None else self.last[0].unread.blank)
-        self.checked.note(params)
+        self.checked |= marks_of(params)
         return found
 
     def agree(
@@ -378,7 +374,7 @@ class GuardedGrads:
             flags = check.found if check.overflowed is None else [torch.full((1,), float(check.overflowed))]
             found[_place_of(check.scaler, scalers)] += flags
         # A reduction by the program itself may have come since the block looked at them.
-        now = self._look(self.checked.unchecked(params) if self.agreed else params)
+        now = self._look(unchecked(params, self.checked) if self.agreed else params)
         reduction = reduce_found_inf(
             group, found, now, has_checks=bool(own), loss_is_nonfinite=loss_is_nonfinite, norm=norm, largest=largest
         )
@@ -410,7 +406,7 @@ class GuardedGrads:
         params = self.params()
         clip_(params, norm, max_norm)
         if math.isfinite(max_norm):
-            self.checked.note(params)
+            self.checked |= marks_of(params)
 
 
 def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:

@@ -79,9 +79,10 @@ class ModuleCasts(CastState):
         """Whether a model that still exists was cast."""
         return bool(self._cast_models)
 
-    def note_step(self) -> None:
+    def note_step(self) -> bool:
         """Note that an optimizer has stepped. Where a model was cast before, half models may now be copies of it."""
         self._trains = self._trains or self.has_cast_models
+        return self._trains
 
     def note_autocast(self, device_type: str, *, enabled: bool) -> None:
         """Note that the program enters a region. One with gradients on means that the program casts by itself.
@@ -507,10 +508,10 @@ class ModuleCalls:
 
         return export
 
-    def step_ended(self) -> None:
-        """Note that an optimizer has stepped."""
-        self.casts.note_step()
+    def step_ended(self) -> bool:
+        """Note that an optimizer has stepped. Returns whether nothing follows from later steps."""
         self.precisions.warn_of_unmatched()
+        return self.casts.note_step()
 
     def runs_later(self, function: Any) -> Any:
         """Return a function that casts as this thread does now."""

@@ -200,31 +200,65 @@ def _paths(modules: Iterable[Module], wanted: Iterable[Module]) -> dict[Module, 
 _MAX_LOSSES = 256
 
 
-class CurrentStep:
-    """What is known of a step until the next one begins.
+class Steps:
+    """The steps of all optimizers of a handle together: how many, the last one, and the losses since.
 
     Args:
         listeners: Hear of losses, of the call of an optimizer, and of the end of a step.
+        catch_up: Lets the handle's loss scalers hear of steps of which only the device knows whether they were skips.
 
     Attributes:
+        guarded: How many there were of guarded optimizers, skips and those of `FP16_Optimizer` included.
+        plain: How many of optimizers without a guard.
+        last: The last step of any optimizer.
+        own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
+        own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
         losses: The losses of one element since the last step, the first 256, without their graph.
         unscaled: Those that no loss scale multiplies.
         waiting: The number of losses that were scaled and whose backward pass has not begun.
         refuses: Tells of an optimizer and its guard, or None, whether a step by unchecked gradients is to be skipped.
-        after: Called when a step was taken or skipped.
+        after: Called when a step was taken or skipped, until it returns True.
         reads_flags: Whether the host is to learn at once what becomes of the step.
     """
 
-    def __init__(self, listeners: Listeners) -> None:
+    def __init__(self, listeners: Listeners, catch_up: Callable[[], None] = lambda: None) -> None:
+        self.guarded = self.plain = self.waiting = 0
+        self.last = Step()
+        self.own: list[LossScaler] = []
+        self.own_scale: SupportsFloat | None = None
         self.losses: list[Tensor] = []
         self.unscaled: list[Tensor] = []
-        self.waiting = 0
         self.reads_flags = False
         self.refuses: Callable[[Any, Any], bool] = lambda optimizer, guard: False
-        self.after: Callable[[], object] = lambda: None
-        self._listeners = listeners
+        self.after: Callable[[], bool] | None = None
+        self._listeners, self._catch_up, self._buffers = listeners, catch_up, BufferWatch()
+        self._skipped = 0
         # Other optimizers may step by the same losses until the next one comes.
         self._ended = False
+
+    @property
+    def all(self) -> int:
+        """How many there were, skips included."""
+        return self.guarded + self.plain
+
+    @property
+    def skipped(self) -> int:
+        """How many were skipped. Waits for the device where only that knows."""
+        self._catch_up()
+        for scaler in self.own:
+            scaler.unread.catch_up()
+        return self._skipped
+
+    def loss_scale(self, ours: float) -> float:
+        """Return the scale that losses have: that of the program's own scaler, if it has one, else ours."""
+        if self.own:
+            return self.own[-1].loss_scale
+        return ours if self.own_scale is None else float(self.own_scale)
+
+    def add_own(self, scaler: LossScaler) -> None:
+        """Take note of the scaler of an `FP16_Optimizer`."""
+        if scaler not in self.own:
+            self.own.append(scaler)
 
     def note(self, loss: Tensor, scale: SupportsFloat, *, waits: bool = False) -> None:
         """Take note of a loss before its backward pass.
@@ -246,21 +280,38 @@ class CurrentStep:
         for scaled in self._listeners.loss_scaled:
             scaled(loss, scale)
 
-    def begin(self) -> None:
-        """Take note that an optimizer is called."""
-        self._ended, self.reads_flags = True, False
+    def begin(self, step: Step, *, plain: bool = False) -> None:
+        """Count a step: an optimizer is called.
+
+        Args:
+            step: It.
+            plain: Whether the optimizer has no guard.
+        """
+        self.last, self._ended, self.reads_flags = step, True, False
+        self.plain, self.guarded = self.plain + plain, self.guarded + (not plain)
         for begun in self._listeners.step_begun:
             self.reads_flags |= begun()
 
-    def end(self, step: Any) -> None:
-        """Take note that a step was taken or skipped, as its `autoamp.core.Step` tells."""
-        self.after()
+    def end(self, step: Step) -> None:
+        """Take note that a step was taken or skipped, as it tells."""
+        if self.after is not None and self.after():
+            self.after = None
         for ended in self._listeners.step_ended:
             ended(step)
 
+    def add_skip(self) -> None:
+        """Count a skip, and tell once of buffers in which skipped steps have left inf or nan."""
+        self._skipped += 1
+        self._buffers.look()
+
+    def reset(self, steps: int = 0, skipped: int = 0) -> None:
+        """Count steps of guarded optimizers and skips from these numbers on."""
+        self._catch_up()
+        self.guarded, self._skipped = steps, skipped
+
     @property
     def loss_is_nonfinite(self) -> bool:
-        """Whether a loss itself held inf or nan. Waits for the device."""
+        """Whether a loss since the last step itself held inf or nan. Waits for the device."""
         with undisturbed():
             return any(not bool(local_of(loss).isfinite().all()) for loss in self.losses)
 
@@ -275,9 +326,6 @@ class StepOwner(Generic[Guard]):
     listeners = Listeners()
     """What looks on."""
 
-    current = CurrentStep(listeners)
-    """The step at hand."""
-
     casts: CastState | None = None
     """What casts for the program: off while the optimizer steps, and on in a closure."""
 
@@ -288,7 +336,7 @@ class StepOwner(Generic[Guard]):
     """So many skips of one optimizer in a row are an error."""
 
     def __init__(self) -> None:
-        self.step_stats = StepCounts(lambda: None)
+        self.steps = Steps(self.listeners)
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -385,7 +433,8 @@ class Skips:
             scale: The one that was too high.
             late: Whether others may have been taken since.
         """
-        self.catch_up()
+        if self.step.unread is not None:
+            self.step.unread.catch_up()
         step.unread, step.is_late = None, late
         owner = self.owner()
         if skipped_by is None:
@@ -395,7 +444,7 @@ class Skips:
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
-        owner.step_stats.add_skip()
+        owner.steps.add_skip()
         for skipped in owner.listeners.step_skipped:
             step.explanation = skipped(self, step) or step.explanation
         if self.total & (self.total - 1) == 0:
@@ -403,65 +452,3 @@ class Skips:
                 "%s: step skipped, gradients overflowed at loss scale %g, the next is %g (skipped %d, in a row %d)",
                 self.name, scale, skipped_by.loss_scale, self.total, self.in_a_row,
             )  # fmt: skip
-
-
-class StepCounts:
-    """How many steps the optimizers of a handle took, of all together.
-
-    Args:
-        catch_up: Lets the handle's loss scalers hear of steps of which only the device knows whether they were skips.
-
-    Attributes:
-        steps: Steps of guarded optimizers, skips and those of `FP16_Optimizer` included.
-        plain: Steps of optimizers without a guard.
-        own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
-        own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
-        last: The last step of any optimizer.
-    """
-
-    def __init__(self, catch_up: Callable[[], None]) -> None:
-        self.steps = self.plain = 0
-        self.own: list[LossScaler] = []
-        self.own_scale: SupportsFloat | None = None
-        self.last = Step()
-        self._catch_up, self._buffers = catch_up, BufferWatch()
-        self._skipped = 0
-
-    @property
-    def all(self) -> int:
-        """How many steps there were, skips included."""
-        return self.steps + self.plain
-
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped. Waits for the device where only that knows."""
-        self._catch_up()
-        for scaler in self.own:
-            scaler.unread.catch_up()
-        return self._skipped
-
-    def loss_scale(self, ours: float) -> float:
-        """Return the scale that losses have: that of the program's own scaler, if it has one, else ours."""
-        if self.own:
-            return self.own[-1].loss_scale
-        return ours if self.own_scale is None else float(self.own_scale)
-
-    def step_begins(self, step: Step) -> None:
-        """Count a step of a guarded optimizer."""
-        self.steps += 1
-        self.last = step
-
-    def add_own(self, scaler: LossScaler) -> None:
-        """Take note of the scaler of an `FP16_Optimizer`."""
-        if scaler not in self.own:
-            self.own.append(scaler)
-
-    def add_skip(self) -> None:
-        """Count a skip, and tell once of buffers in which skipped steps have left inf or nan."""
-        self._skipped += 1
-        self._buffers.look()
-
-    def reset(self, steps: int = 0, skipped: int = 0) -> None:
-        """Count steps and skips from these numbers on."""
-        self._catch_up()
-        self.steps, self._skipped = steps, skipped

@@ -257,7 +257,7 @@ class BaseHandle(CoreHandle):
         `count` counted, such as ``{"float32->float16": 5}``, and None before that; ``overflows`` by kind, as far as
         they were explained.
         """
-        run, looks, counts = self._runtime, self._looks, self._runtime.optimizers.step_stats
+        run, looks, counts = self._runtime, self._looks, self._runtime.optimizers.steps
         run.nonfinite.catch_up()
         # Waits for the device: only then scalers know of the last steps.
         skipped = counts.skipped
@@ -297,7 +297,7 @@ class BaseHandle(CoreHandle):
             raise UsageError(f"log_to() cannot write to {kind_of(writer)}; give an object with add_scalar() or log()")
 
         def write() -> None:
-            if self._runtime.optimizers.step_stats.all % every == 0:
+            if self._runtime.optimizers.steps.all % every == 0:
                 now = self.stats
                 write_scalars(writer, {name: float(now[name]) for name in ("loss_scale", "skipped")}, now["steps"])
 
@@ -341,7 +341,7 @@ class BaseHandle(CoreHandle):
             UsageError: The handle is not active, or ``step_fn`` returns no such loss, scales it, runs its backward pass
                 or calls an optimizer.
         """
-        scale = self._runtime.optimizers.step_stats.loss_scale(self.loss_scale)
+        scale = self._runtime.optimizers.steps.loss_scale(self.loss_scale)
         return self._active_looks.overflows.explain_loss(step_fn, scale)
 
 

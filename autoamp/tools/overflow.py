@@ -119,7 +119,7 @@ class OverflowTrace(Listener):
             return None
         # The next scale is not that of a skip that is known late, and its losses are gone.
         is_fixed = not late and scaler.loss_scale >= scale
-        is_failure = is_fixed or scale == 1.0 or (not late and self._optimizers.current.loss_is_nonfinite)
+        is_failure = is_fixed or scale == 1.0 or (not late and self._optimizers.steps.loss_is_nonfinite)
         if not recorded.is_recorded and not is_failure:
             # As a rule a search for the scale.
             self.recorder.watch(skips)
@@ -132,7 +132,7 @@ class OverflowTrace(Listener):
         # Each cause is logged once.
         is_known = any(one.place == found.place for one in self.all)
         level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
-        number = None if late else self._optimizers.step_stats.all - 1
+        number = None if late else self._optimizers.steps.all - 1
         found = self.with_lists(found)
         found = replace(found, loss_scale=None if math.isnan(scale) else scale, iteration=number)
         found = self._noted(found, late, level, skips, at_any_scale=is_failure)
@@ -197,9 +197,7 @@ class OverflowTrace(Listener):
         if step.is_recorded:
             return self._found(self._look_at_tape, step, scale)
         before = (
-            ", and its loss was inf or nan before the backward pass"
-            if self._optimizers.current.loss_is_nonfinite
-            else ""
+            ", and its loss was inf or nan before the backward pass" if self._optimizers.steps.loss_is_nonfinite else ""
         )
         return replace(unlocated(f"the step was not recorded{before}"), suggestion=_CATCH)
 

@@ -103,7 +103,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self._guard.install()
         if runtime is not None:
             runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
-            runtime.optimizers.step_stats.add_own(scaler)
+            runtime.optimizers.steps.add_own(scaler)
         # Groups and state are the inner optimizer's. This sets up the rest of what Optimizer.__init__ does.
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
@@ -191,7 +191,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self._guard.owner().refuse_scaled(self._guard)
         if runtime is not None:
             scale = self.loss_scaler.scale_without_sync()
-            runtime.optimizers.current.note(loss, scale, waits=True)
+            runtime.optimizers.steps.note(loss, scale, waits=True)
         block = ScaledBlock([self._guard], self.loss_scaler, delay_unscale=not update_master_grads)
         with block as scale:
             scaled = scaled_loss(loss, scale)
@@ -202,7 +202,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
         self._guard.owner().refuse_scaled(self._guard)
-        self._guard.grads.collect()
+        self._masters.collect()
         self._guard.grads.finish_delayed()
 
     def masters_from_model(self) -> None:

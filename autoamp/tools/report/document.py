@@ -239,9 +239,9 @@ def _unchecked(optimizers: GuardedOptimizers, compared: int) -> str | None:
         compared: How many steps were compared with fp32.
     """
     looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
-    if not any(scaler.checks for scaler in optimizers.step_stats.own or optimizers.scalers):
+    if not any(scaler.checks for scaler in optimizers.steps.own or optimizers.scalers):
         return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"
-    if not optimizers.step_stats.steps and not optimizers.step_stats.own:
+    if not optimizers.steps.guarded and not optimizers.steps.own:
         return f"no loss was scaled, so that gradients were not checked and overflows {looked}"
     return None
 

@@ -131,7 +131,7 @@ class ReportRecording(Watch):
         self.half_losses, self.buffer_losses = half_losses, buffer_losses
         self._followers = followers
         self._sample = sample
-        self._skipped_before = optimizers.step_stats.skipped
+        self._skipped_before = optimizers.steps.skipped
         self._stack = contextlib.ExitStack()
 
     @property
@@ -188,13 +188,13 @@ class ReportRecording(Watch):
             self.scales.append((self.steps, scale))
 
     def _scale(self) -> float:
-        return float(self.optimizers.step_stats.loss_scale(self.optimizers.scalers[0].loss_scale))
+        return float(self.optimizers.steps.loss_scale(self.optimizers.scalers[0].loss_scale))
 
     def _note_skips(self) -> None:
         """Note the skips that were not explained."""
         if self.overflows.always or self._waits_for_device():
             return
-        skipped = self.optimizers.step_stats.skipped - self._skipped_before
+        skipped = self.optimizers.steps.skipped - self._skipped_before
         self.skips += [(self.steps, self.scales[-1][1], None)] * (skipped - len(self.skips))
 
     def _overflowed(self, found: Overflow) -> None:

@@ -192,7 +192,7 @@ def test_the_backward_pass_is_scaled_and_all_else_sees_true_values(package: Path
         assert training.gradients[0] == pytest.approx(expected * 2**16, rel=0.01)
     assert training.model.weight.grad is not None
     assert float(training.model.weight.grad.abs().max()) < 10
-    assert runtime_of(handle).optimizers.step_stats.steps == 1
+    assert runtime_of(handle).optimizers.steps.guarded == 1
 
 
 class OnAStem(Training):
@@ -255,7 +255,7 @@ def test_a_plain_optimizer_is_taken(package: Path) -> None:
     training = Training()
     training.batch(opt=training.sgd)
     assert training.gradients[0] > 10
-    assert runtime_of(handle).optimizers.step_stats.steps == 1
+    assert runtime_of(handle).optimizers.steps.guarded == 1
 
 
 def test_validation_and_other_optimizers_are_left_alone(package: Path) -> None:
@@ -354,7 +354,7 @@ def test_a_batch_within_a_batch_is_scaled_for_its_own_optimizer(package: Path) -
     outer.batch(cb_handler=load("callback").CallbackHandler(change=change))
     assert inner.gradients == outer.gradients
     assert inner.gradients[0] > 10
-    assert runtime_of(handle).optimizers.step_stats.steps == 2
+    assert runtime_of(handle).optimizers.steps.guarded == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -98,5 +98,5 @@ np.random.seed(0)
 state = np.random.RandomState(0)
 found = {"dates": dates(), "table": table(state), "ratings": ratings(state), "images": images(state)}
 assert isinstance(handle, autoamp.Handle)
-steps = runtime_of(handle).optimizers.step_stats.steps
+steps = runtime_of(handle).optimizers.steps.guarded
 print("\n" + json.dumps({**found, "steps": steps, "loss_scale": handle.loss_scale}))

@@ -152,7 +152,7 @@ def end(handle: autoamp.Handle) -> dict[str, Any]:
     """Deactivate a handle; return what it counted, and what was patched before and is after."""
     before = patched()
     counts = {
-        "steps": runtime_of(handle).optimizers.step_stats.steps,
+        "steps": runtime_of(handle).optimizers.steps.guarded,
         "skipped": handle.skipped_steps,
         "loss_scale": handle.loss_scale,
     }

@@ -85,7 +85,7 @@ def test_a_wrapper_that_hands_its_calls_on_has_the_guard_within(optimizers: Guar
         backward(optimizers, half, wrapper, factor)
         wrapper.steps = last
         wrapper.step()
-    assert optimizers.step_stats.skipped == 1
+    assert optimizers.steps.skipped == 1
     assert half.tolist() == [1.0, 1.0]
     inner.zero_grad()
     backward(optimizers, half, wrapper)
@@ -184,7 +184,7 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
     step()
     assert handle.skipped_steps == (factor != 1.0)
     assert parameter.tolist() == ([0.5, 0.5] if factor == 1.0 else [1.0, 1.0])
-    assert runtime_of(handle).optimizers.step_stats.steps == 1
+    assert runtime_of(handle).optimizers.steps.guarded == 1
     assert handle.loss_scale == (2.0**16 if factor == 1.0 else 2.0**15)
 
 
@@ -192,11 +192,11 @@ def test_no_way_to_a_step_goes_past_its_guard(way: str, factor: float, delay: bo
 def test_steps_by_losses_that_nobody_scales_are_counted_apart(way: str) -> None:
     parameter, optimizer = sgd()
     step = WAYS[way](optimizer)
-    counts = runtime_of(autoamp.init(device_type="cpu", dtype=torch.float16)).optimizers.step_stats
+    counts = runtime_of(autoamp.init(device_type="cpu", dtype=torch.float16)).optimizers.steps
     for _ in range(2):
         parameter.grad = torch.ones(2)
         step()
-    assert (parameter.tolist(), counts.plain, counts.steps) == ([0.0, 0.0], 2, 0)
+    assert (parameter.tolist(), counts.plain, counts.guarded) == ([0.0, 0.0], 2, 0)
     # One that scales its loss itself counts its own.
     half = Parameter(torch.ones(2, dtype=torch.float16))
     own = autoamp.FP16_Optimizer(torch.optim.SGD([half], lr=0.5), static_loss_scale=8.0)
@@ -243,7 +243,7 @@ def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips
             norm = agreeing.clip_grad_norm_(optimizer, 1.0, 2.0)
             assert float(norm) == (float("inf") if skips else pytest.approx(18.0**0.5))
         optimizer.step()
-        assert agreeing.step_stats.last.skipped is skips
+        assert agreeing.steps.last.skipped is skips
     moved = 0.5 * (0.5**0.5 if clips else 3.0)
     assert parameter.tolist() == pytest.approx([1.0 - moved] * 2, abs=1e-5)
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (512.0, 1)
@@ -282,7 +282,7 @@ def test_a_rank_that_scaled_no_loss_goes_by_what_another_found(
     agreeing.guard(optimizer)
     parameter.sum().backward()
     optimizer.step()
-    assert agreeing.step_stats.last.skipped is skipped
+    assert agreeing.steps.last.skipped is skipped
     assert parameter.tolist() == ([1.0, 1.0] if skipped else [0.5, 0.5])
     assert (agreeing.scalers[0].loss_scale, agreeing.scalers[0].unskipped) == (scale, unskipped)
 
@@ -330,7 +330,7 @@ def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
     agreeing.guard(optimizer)
     optimizer.step(closure)
     assert scales == [1024.0 * 0.5**count for count in range(evaluations)]
-    assert agreeing.step_stats.last.skipped
+    assert agreeing.steps.last.skipped
     assert parameter.tolist() == [1.0, 1.0]
 
 
@@ -341,13 +341,13 @@ def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: Guarde
     optimizer.zero_grad()
     backward(agreeing, parameter, optimizer)
     optimizer.step()
-    assert agreeing.step_stats.last.skipped
+    assert agreeing.steps.last.skipped
     # A rank without gradients takes part in the agreement.
     other = agreeing.scalers[0]
     with LossBlock(agreeing, (parameter.detach() * 0).sum(), optimizer, other, delay_unscale=False):
         optimizer.zero_grad()
     optimizer.step()
-    assert (agreeing.step_stats.skipped, other.unskipped) == (1, 1)
+    assert (agreeing.steps.skipped, other.unskipped) == (1, 1)
 
 
 # -- scalers of wrapped optimizers --
