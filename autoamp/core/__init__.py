@@ -48,7 +48,9 @@ from autoamp.core.gradients import total_norm as total_norm
 from autoamp.core.gradients import true_gradient as true_gradient
 from autoamp.core.gradients import unscale_ as unscale_
 from autoamp.core.gradients import widened as widened
+from autoamp.core.guard import OverflowCheck as OverflowCheck
 from autoamp.core.guard import StepGuard as StepGuard
+from autoamp.core.guard import read_checks as read_checks
 from autoamp.core.half_models import BufferWrites as BufferWrites
 from autoamp.core.half_models import CastModels as CastModels
 from autoamp.core.half_models import ForwardDtypes as ForwardDtypes
@@ -85,8 +87,6 @@ from autoamp.core.nonfinite import NonFiniteSteps as NonFiniteSteps
 from autoamp.core.optimizers import GuardedOptimizers as GuardedOptimizers
 from autoamp.core.optimizers import joint_norm as joint_norm
 from autoamp.core.optimizers import wrap_optimizer as wrap_optimizer
-from autoamp.core.overflow_checks import OverflowCheck as OverflowCheck
-from autoamp.core.overflow_checks import read_checks as read_checks
 from autoamp.core.patch_sites import Parts as Parts
 from autoamp.core.patch_sites import PatchSites as PatchSites
 from autoamp.core.patches import PatchSet as PatchSet

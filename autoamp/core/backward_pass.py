@@ -27,9 +27,8 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp.core.gradients import marks_of, true_gradient, unchecked
-from autoamp.core.guard import StepGuard
+from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler
-from autoamp.core.overflow_checks import OverflowCheck
 from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
 from autoamp.torch_private import current_graph_task
 

@@ -21,9 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.attach import guard_before, living_optimizers_and_modules, stepped_params
 from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_
-from autoamp.core.guard import StepGuard
+from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_ratio
-from autoamp.core.overflow_checks import OverflowCheck
 from autoamp.core.steps import warn_without_gradients
 from autoamp.errors import UsageError
 from autoamp.tensors import version_of

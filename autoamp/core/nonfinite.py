@@ -252,7 +252,7 @@ class NonFiniteSteps:
         if skips:
             for param in stepped_params(optimizer):
                 param.grad = None
-            self._optimizers.steps.add_skip()
+            self._optimizers.steps.skips.add()
             if self._in_a_row >= self._optimizers.max_consecutive_skips:
                 raise NonFiniteGradientsError(
                     f"{self._in_a_row} steps in a row were skipped for inf or nan in the gradients, as "

@@ -139,17 +139,21 @@ def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
     return None if held * 2 >= some > 0 or not every else 1 - held / every
 
 
-class BufferWatch:
-    """Tells once of buffers, such as running statistics, in which the batch of a skipped step has left inf or nan.
+class SkipCount:
+    """Counts skips, and tells once of buffers, such as running statistics, in which their batch has left inf or nan.
 
     A skipped step leaves parameters as they were. Buffers were written in the forward pass, before anybody knew.
+
+    Attributes:
+        number: How many there were.
     """
 
     def __init__(self) -> None:
-        self._said = False
+        self.number, self._said = 0, False
 
-    def look(self) -> None:
-        """Look at the buffers of all modules that live and train. Called at a skip; waits for the device."""
+    def add(self) -> None:
+        """Count a skip, and look at the buffers of all modules that live and train. Waits for the device."""
+        self.number += 1
         if self._said:
             return
         _, modules = living_optimizers_and_modules()
@@ -210,6 +214,7 @@ class Steps:
     Attributes:
         guarded: How many there were of guarded optimizers, skips and those of `FP16_Optimizer` included.
         plain: How many of optimizers without a guard.
+        skips: How many of them were skipped, as far as the host knows.
         last: The last step of any optimizer.
         own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
         own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
@@ -231,8 +236,8 @@ class Steps:
         self.reads_flags = False
         self.refuses: Callable[[Any, Any], bool] = lambda optimizer, guard: False
         self.after: Callable[[], bool] | None = None
-        self._listeners, self._catch_up, self._buffers = listeners, catch_up, BufferWatch()
-        self._skipped = 0
+        self.skips = SkipCount()
+        self._listeners, self._catch_up = listeners, catch_up
         # Other optimizers may step by the same losses until the next one comes.
         self._ended = False
 
@@ -247,7 +252,7 @@ class Steps:
         self._catch_up()
         for scaler in self.own:
             scaler.unread.catch_up()
-        return self._skipped
+        return self.skips.number
 
     def loss_scale(self, ours: float) -> float:
         """Return the scale that losses have: that of the program's own scaler, if it has one, else ours."""
@@ -299,15 +304,10 @@ class Steps:
         for ended in self._listeners.step_ended:
             ended(step)
 
-    def add_skip(self) -> None:
-        """Count a skip, and tell once of buffers in which skipped steps have left inf or nan."""
-        self._skipped += 1
-        self._buffers.look()
-
     def reset(self, steps: int = 0, skipped: int = 0) -> None:
         """Count steps of guarded optimizers and skips from these numbers on."""
         self._catch_up()
-        self.guarded, self._skipped = steps, skipped
+        self.guarded, self.skips.number = steps, skipped
 
     @property
     def loss_is_nonfinite(self) -> bool:
@@ -444,7 +444,7 @@ class Skips:
             return
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         step.skipped_by, step.scale = skipped_by, scale
-        owner.steps.add_skip()
+        owner.steps.skips.add()
         for skipped in owner.listeners.step_skipped:
             step.explanation = skipped(self, step) or step.explanation
         if self.total & (self.total - 1) == 0:

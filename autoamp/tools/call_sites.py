@@ -35,8 +35,7 @@ _AUTOAMP = __name__.partition(".")[0]
 _LIBRARIES = tuple(os.path.join(path, "") for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 # Files of core that scale losses and step optimizers.
 SCALING_FILES = (
-    "attach auto_scale backward_pass block gradients guard loss_scale masters nonfinite optimizers overflow_checks "
-    "ranks steps"
+    "attach auto_scale backward_pass block closures gradients guard loss_scale masters nonfinite optimizers ranks steps"
 )
 _CORE = Path(__file__).parents[1] / "core"
 _SCALING = frozenset(os.path.join(_CORE, f"{name}.py") for name in SCALING_FILES.split())

@@ -99,7 +99,7 @@ FILES = {
     "casting": "casts",
     "ops": "patched_torch policies scope special_calls targets",
     "scaling": "gradients loss_scale",
-    "stepping": "attach block guard masters nonfinite optimizers overflow_checks steps",
+    "stepping": "attach block guard masters closures nonfinite optimizers steps",
     # Tests with several ranks take long.
     "ranks": "ranks",
     "auto_scaling": "auto_scale backward_pass",
