@@ -194,10 +194,8 @@ class LossScaler(ScalerView):
     ) -> None:
         scaler: core.LossScaler
         if loss_scale == "dynamic":
-            scaler = core.DynamicLossScaler(
-                min(init_scale, max_loss_scale), scale_factor, 1.0 / scale_factor, scale_window, min_loss_scale,
-                max_loss_scale,
-            )  # fmt: skip
+            rule = (scale_factor, 1.0 / scale_factor, scale_window, min_loss_scale, max_loss_scale)
+            scaler = core.DynamicLossScaler(min(init_scale, max_loss_scale), *rule)
         else:
             scaler = core.StaticLossScaler(float(loss_scale))
         super().__init__(scaler)

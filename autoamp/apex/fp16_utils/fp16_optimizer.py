@@ -80,7 +80,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
             raise UsageError(f"init_optimizer takes an optimizer, not {kind_of(init_optimizer)}")
         scaler: LossScaler
         if dynamic_loss_scale:
-            scaler = PokedDynamicScaler(**_dynamic_arguments(dynamic_loss_args or {}))
+            scaler = _dynamic_scaler(dynamic_loss_args or {})
         else:
             scaler = PokedStaticScaler(1.0 if static_loss_scale is None else static_loss_scale)
         self.optimizer, self.verbose = init_optimizer, verbose
@@ -357,16 +357,13 @@ def _owner() -> StepOwner[StepGuard]:
     return StepOwner() if runtime is None else runtime.optimizers
 
 
-def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
-    """Return the arguments of our dynamic scaler for the legacy ones. UsageError: there is no such argument."""
+def _dynamic_scaler(given: Mapping[str, float]) -> PokedDynamicScaler:
+    """Return the dynamic scaler for legacy arguments. UsageError: there is no such argument."""
     defaults = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000}
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         raise UsageError(f"dynamic_loss_args has no {unknown[0]!r}; choose among {', '.join(defaults)}")
     init_scale, factor, window = map(float, {**defaults, **given}.values())
-    return {
-        "init_scale": init_scale, "growth_factor": factor, "backoff_factor": 1.0 / factor,
-        "growth_interval": int(window),
-        # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
-        "max_loss_scale": max(init_scale, 2.0**24),
-    }  # fmt: skip
+    # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
+    highest = max(init_scale, 2.0**24)
+    return PokedDynamicScaler(init_scale, factor, 1.0 / factor, int(window), max_loss_scale=highest)
