@@ -1,7 +1,5 @@
 """The legacy family, laid out as Apex was: `import apex` gives these modules once `install_as_apex` was called."""
 
-from __future__ import annotations
-
 from autoamp.apex.alias import APEX_VERSION as __version__
 from autoamp.apex.alias import added_to_real_apex as added_to_real_apex
 from autoamp.apex.alias import explain_real_apex as explain_real_apex

@@ -291,28 +291,6 @@ def _adagrad_(
     torch._foreach_add_(values, updates, alpha=-lr)
 
 
-def gradient_norms(grads: list[Tensor], norm_type: int) -> list[Tensor]:
-    """Return for each gradient the norm that NovoGrad averages, a tensor without dimensions; 0 for an empty gradient.
-
-    That is the 2-norm, as in the paper, or with ``norm_type=0`` the largest absolute value, which Apex offers too.
-    """
-    kinds = [2.0 if norm_type == 2 or grad.numel() == 0 else float("inf") for grad in grads]
-    wide = [torch.float64 if grad.dtype is torch.float64 else torch.float32 for grad in grads]
-    return [
-        torch.linalg.vector_norm(grad, kind, dtype=dtype) for grad, kind, dtype in zip(grads, kinds, wide, strict=True)
-    ]
-
-
-def blended_norms(norms: Tensor, new: Tensor, beta2: float, norm_type: int) -> Tensor:
-    """Return an average of norms that a new norm has entered with ``1 - beta2``.
-
-    For 2-norms that is the root of the averaged squares (NovoGrad, algorithm 1), else the average of the norms.
-    """
-    if norm_type == 2:
-        return (beta2 * norms**2 + (1.0 - beta2) * new**2).sqrt()
-    return norms.lerp(new, 1.0 - beta2)
-
-
 def _novograd_(
     values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], norms: list[Tensor], *, lr: float, beta1: float,
     beta2: float, eps: float, step: int, weight_decay: float, bias_correction: bool, grad_averaging: bool, inside: bool,

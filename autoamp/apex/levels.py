@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -83,14 +83,9 @@ def level_with(opt_level: str, **overrides: Any) -> OptLevel:
         level = replace(level, cast_model_type=None)
     kind = level.cast_model_type
     if kind not in (None, "half", torch.float32, *HALF_DTYPES):
-        raise UsageError(
-            f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32, False or None"
-        )
+        raise UsageError(f"cast_model_type={kind!r}; choose torch.float16, .bfloat16, .float32, False or None")
     if level.patch_torch_functions and kind not in (None, torch.float32):
-        raise UsageError(
-            f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "
-            "none; choose one of the two"
-        )
+        raise UsageError(f"patch_torch_functions=True is for fp32 models, not {kind!r} ones; choose one of the two")
     return level
 
 
@@ -183,10 +178,11 @@ def _handle_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any
     # A level that does not patch torch leaves it as an earlier call has it.
     patching = [one.settings for one in setups if one.level.patch_torch_functions]
     if setup.level.patch_torch_functions:
-        _refuse_other_patches(patching[0], setup.settings)
+        for name, attribute in (("dtype", "dtype"), ("device_type", "device_type"), ("lists", "table")):
+            _refuse_difference(name, getattr(patching[0], attribute), getattr(setup.settings, attribute))
     halves = [one.settings.half_table for one in setups if one.settings.half_table is not None]
-    if setup.settings.half_table is not None and halves[0].rules != setup.settings.half_table.rules:
-        _refuse_difference("lists= differs from that", "lists")
+    if setup.settings.half_table is not None:
+        _refuse_difference("lists", halves[0].rules, setup.settings.half_table.rules)
     settings = replace(
         patching[-1] if patching else setup.settings,
         half_table=halves[-1] if halves else None,
@@ -213,19 +209,14 @@ def _handle_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any
     return handle
 
 
-def _refuse_other_patches(earlier: Settings, now: Settings) -> None:
-    for name, attribute in (("dtype", "dtype"), ("device_type", "device_type"), ("lists", "table")):
-        before, wanted = getattr(earlier, attribute), getattr(now, attribute)
-        if before != wanted:
-            difference = f"{name}={wanted!r} differs from {before!r}" if name != "lists" else "lists= differs from that"
-            _refuse_difference(difference, name)
-
-
-def _refuse_difference(difference: str, name: str) -> NoReturn:
-    raise UsageError(
-        f"{difference} of an earlier call of initialize(), whose model is in use; pass the same {name} to both "
-        "calls, or end the earlier one by autoamp.current_handle().deactivate()"
-    )
+def _refuse_difference(name: str, before: Any, now: Any) -> None:
+    """Raise UsageError where an argument is not that of an earlier call."""
+    if before != now:
+        difference = "lists= differs from that" if name == "lists" else f"{name}={now!r} differs from {before!r}"
+        raise UsageError(
+            f"{difference} of an earlier call of initialize(), whose model is in use; pass the same {name} to both "
+            "calls, or end the earlier one by autoamp.current_handle().deactivate()"
+        )
 
 
 def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:

@@ -11,11 +11,10 @@ _PAGE = "see the migration page, docs/migration.md, for what torch has in its pl
 
 _ATTENTION = "use torch.nn.functional.scaled_dot_product_attention or torch.nn.MultiheadAttention"
 
-# By the longest dotted name that matches; the last word on everything is the entry "apex".
+# By the longest dotted name that matches. On what has no entry the page is the last word.
 REMEDIES = {
     "amp_C": "use the torch._foreach functions, or the fused optimizers of torch.optim and apex.optimizers",
     "amp_C.update_scale_hysteresis": "use torch.amp.GradScaler, or autoamp.DynamicLossScaler",
-    "apex": _PAGE,
     "apex.RNN": "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
     "apex.RNN.RNNBackend.RNNCell": "build networks with apex.RNN.LSTM(...); a cell of your own is best a "
     "torch.nn.Module",

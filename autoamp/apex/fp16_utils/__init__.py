@@ -1,7 +1,5 @@
 """Manual mixed precision with the names of `apex.fp16_utils`: half networks, masters, scalers, `FP16_Optimizer`."""
 
-from __future__ import annotations
-
 from autoamp.apex.fp16_utils.fp16_optimizer import FP16_Optimizer
 from autoamp.apex.fp16_utils.fp16util import (
     BN_convert_float,

@@ -11,11 +11,7 @@ from torch import Tensor
 
 from autoamp.apex.fp16_utils.checkpoints import load_or_restore, matched
 from autoamp.apex.fp16_utils.early_checkpoints import converted_state
-from autoamp.apex.fp16_utils.fp16util import (
-    clip_grad_norm,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-)
+from autoamp.apex.fp16_utils.fp16util import clip_grad_norm, master_params_to_model_params, model_grads_to_master_grads
 from autoamp.apex.fp16_utils.loss_scaler import Iterations, PokedDynamicScaler, PokedStaticScaler
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters, flat_masters
 from autoamp.core import (
@@ -33,11 +29,6 @@ from autoamp.core import (
     scaled_loss,
 )
 from autoamp.errors import CheckpointError, UsageError, kind_of
-
-_NO_COPY = (
-    "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "
-    "its state_dict(), and load that into an FP16_Optimizer of the other model"
-)
 
 
 class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesItself):
@@ -65,8 +56,6 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         LossScaleError: The loss scale or an argument of the dynamic one is out of range.
     """
 
-    # The classes of its loss scalers.
-    _static_scaler, _dynamic_scaler = PokedStaticScaler, PokedDynamicScaler
     # What `Iterations` reads and writes.
     _scaler = property(lambda self: self.loss_scaler)
     _steps = property(lambda self: self._guard.skips.steps)
@@ -88,11 +77,11 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
             raise UsageError("init_optimizer is an FP16_Optimizer already; give it the optimizer that it was made from")
         if not is_optimizer(init_optimizer):
             raise UsageError(f"init_optimizer takes an optimizer, not {kind_of(init_optimizer)}")
-        scaler: LossScaler = (
-            self._dynamic_scaler(**_dynamic_arguments(dynamic_loss_args or {}))
-            if dynamic_loss_scale
-            else self._static_scaler(1.0 if static_loss_scale is None else static_loss_scale)
-        )
+        scaler: LossScaler
+        if dynamic_loss_scale:
+            scaler = _dynamic_scaler(dynamic_loss_args or {})
+        else:
+            scaler = PokedStaticScaler(1.0 if static_loss_scale is None else static_loss_scale)
         self.optimizer, self.verbose = init_optimizer, verbose
         runtime = current_runtime()
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
@@ -108,10 +97,9 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> Any:  # type: ignore[override]
         """The inner optimizer's groups, with fp32 masters in place of half parameters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
+        return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -136,8 +124,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
     def dynamic_loss_scale(self, dynamic: bool) -> None:
         if bool(dynamic) is not self.dynamic_loss_scale:
             raise UsageError(
-                f"dynamic_loss_scale={dynamic!r} does not fit a scale that was made with {self.dynamic_loss_scale}; "
-                f"build the FP16_Optimizer with dynamic_loss_scale={bool(dynamic)}"
+                f"the scale was made before; build the FP16_Optimizer with dynamic_loss_scale={bool(dynamic)}"
             )
 
     @property
@@ -185,8 +172,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         runtime = current_runtime()
         if self._masters.refresh_params() and runtime is None:
             raise UsageError(
-                "masters were written to since the last step, and the loss comes from a model with other weights; "
-                "call optimizer.model_from_masters() after the write, before the model runs"
+                "masters were written to after the step; call model_from_masters() after that, before the model runs"
             )
         self._guard.owner().refuse_scaled(self._guard)
         if runtime is not None:
@@ -321,10 +307,8 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         dynamic = self.dynamic_loss_scale
         overflow = bool(state_dict.get("overflow", False))
         if state_dict["dynamic_loss_scale"] is not dynamic:
-            raise CheckpointError(
-                f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
-                f"{dynamic}"
-            )
+            found = state_dict["dynamic_loss_scale"]
+            raise CheckpointError(f"key 'dynamic_loss_scale' is {found!r}, this optimizer was built with {dynamic}")
         self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
         self._masters.adopt()
         pairs = matched(self.fp32_groups, state_dict["fp32_from_fp16"])
@@ -337,14 +321,11 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self._masters.copy_down()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"FP16_Optimizer has no {name!r}: parameters are not flattened; use fp16_groups and fp32_from_fp16_groups"
-            if name == "fp16_groups_flat"
-            else f"'FP16_Optimizer' object has no attribute {name!r}"
-        )
+        remedy = "; use fp16_groups and fp32_from_fp16_groups" if name == "fp16_groups_flat" else ""
+        raise AttributeError(f"'FP16_Optimizer' object has no attribute {name!r}{remedy}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError(_NO_COPY)
+        raise UsageError("an FP16_Optimizer is of one model; copy or save its state_dict(), and load that into another")
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"
@@ -376,16 +357,13 @@ def _owner() -> StepOwner[StepGuard]:
     return StepOwner() if runtime is None else runtime.optimizers
 
 
-def _dynamic_arguments(given: Mapping[str, float]) -> dict[str, Any]:
-    """Return the arguments of our dynamic scaler for the legacy ones. UsageError: there is no such argument."""
+def _dynamic_scaler(given: Mapping[str, float]) -> PokedDynamicScaler:
+    """Return the dynamic scaler for legacy arguments. UsageError: there is no such argument."""
     defaults = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000}
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         raise UsageError(f"dynamic_loss_args has no {unknown[0]!r}; choose among {', '.join(defaults)}")
     init_scale, factor, window = map(float, {**defaults, **given}.values())
-    return {
-        "init_scale": init_scale, "growth_factor": factor, "backoff_factor": 1.0 / factor,
-        "growth_interval": int(window),
-        # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
-        "max_loss_scale": max(init_scale, 2.0**24),
-    }  # fmt: skip
+    # The legacy scaler has no highest scale, and programs give it 2**32 to begin with.
+    highest = max(init_scale, 2.0**24)
+    return PokedDynamicScaler(init_scale, factor, 1.0 / factor, int(window), max_loss_scale=highest)

@@ -59,9 +59,7 @@ class CurScale:
     def _dynamic(self, name: str) -> core.DynamicLossScaler:
         scaler = _scaler_of(self)
         if not isinstance(scaler, core.DynamicLossScaler):
-            raise AttributeError(
-                f"a static loss scale has no {name!r}; build it with dynamic_loss_scale=True", name=name
-            )
+            raise AttributeError(f"a static loss scale has no {name!r}; use dynamic_loss_scale=True", name=name)
         return scaler
 
 
@@ -178,12 +176,8 @@ class DynamicLossScaler(Iterations, _ByHand):
     _steps = 0
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        super().__init__(
-            core.DynamicLossScaler(
-                init_scale=float(init_scale), growth_factor=scale_factor, backoff_factor=1.0 / scale_factor,
-                growth_interval=scale_window, max_loss_scale=2.0**64,
-            )
-        )  # fmt: skip
+        rule = (scale_factor, 1.0 / scale_factor, scale_window)
+        super().__init__(core.DynamicLossScaler(float(init_scale), *rule, max_loss_scale=2.0**64))
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of ``params`` holds inf or nan. Waits for the device."""

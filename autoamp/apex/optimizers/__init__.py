@@ -1,7 +1,5 @@
 """Optimizers with the signatures of `apex.optimizers`, on torch's multi-tensor functions."""
 
-from __future__ import annotations
-
 # Copies of Apex for NPUs have torch's optimizers, with the same arguments, by these names.
 from torch.optim import SGD as NpuFusedSGD
 from torch.optim import Adadelta as NpuFusedAdadelta

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.apex.formulas import NOVOGRAD, blended_norms, gradient_norms
+from autoamp.apex.formulas import NOVOGRAD
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
 
 
@@ -68,11 +68,18 @@ class FusedNovoGrad(FusedOptimizer):
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
         """Return these and the averages of the gradients' norms, of shape ``()``, which the new norms have entered."""
         params, grads, *states = super()._tensors(group, *names)
-        norm_type = group["norm_type"]
-        for param, norm in zip(params, gradient_norms(grads, norm_type), strict=True):
+        is_root, beta2 = group["norm_type"] == 2, group["betas"][1]
+        for param, grad in zip(params, grads, strict=True):
+            # Of an empty gradient there is no largest absolute value.
+            kind = 2.0 if is_root or grad.numel() == 0 else float("inf")
+            norm = torch.linalg.vector_norm(grad, kind, dtype=torch.promote_types(grad.dtype, torch.float32))
             state = self.state[param]
             before = state.get("exp_avg_sq", torch.zeros_like(norm) if group["init_zero"] else norm)
-            state["exp_avg_sq"] = blended_norms(before, norm, group["betas"][1], norm_type)
+            # For 2-norms the root of the averaged squares (algorithm 1), else the average of the norms.
+            if is_root:
+                state["exp_avg_sq"] = (beta2 * before**2 + (1.0 - beta2) * norm**2).sqrt()
+            else:
+                state["exp_avg_sq"] = before.lerp(norm, 1.0 - beta2)
         return params, grads, *states, [self.state[param]["exp_avg_sq"] for param in params]
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -1,7 +1,5 @@
 """Data parallelism with the signatures of `apex.parallel`, on `torch.distributed`."""
 
-from __future__ import annotations
-
 from torch.distributed import ReduceOp
 
 from autoamp.apex.parallel import multiproc as multiproc
