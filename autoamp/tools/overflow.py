@@ -237,48 +237,32 @@ class OverflowTrace(Listener):
             scale: The loss scale.
         """
         why = None
-        with self._recorded() as (step, end):
-            with self.recorder.loss_only():
-                loss = compute_loss()
-                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    self.recorder.refuse_in_loss(f"returned {kind_of(loss)}, not a tensor of one element with a graph")
-            self.recorder.loss_scaled(loss, 1.0)
-            try:
-                self._run_backward(step, [scaled_loss(loss, scale)])
-            except RuntimeError as error:
-                # As that of some checkpoints.
-                first = str(error).partition("\n")[0]
-                why = f"the backward pass raised {type(error).__name__}: {first}"
-            end()
-            if nonfinite_value(loss, *step.grads.values()):
-                return replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
-        return None if why is None else replace(unlocated(why), loss_scale=scale)
-
-    def _run_backward(self, step: RecordedStep, roots: list[Tensor], given: list[Tensor] | None = None) -> None:
-        """Run a backward pass, by given gradients or by 1, and keep the gradients in the step."""
-        leaves = reached_by(roots)[0]
-        with self.recorder.begin_backward(given):
-            grads = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
-        step.grads = dict(zip(leaves, grads, strict=True))
-
-    @contextlib.contextmanager
-    def _recorded(self) -> Iterator[tuple[RecordedStep, Callable[[], None]]]:
-        """Record what runs in a ``with`` statement as a step of its own, and put back what it writes.
-
-        Yields:
-            The step, and what ends it: with everything as it was before, the tape runs again from there.
-        """
         with self.apart() as state, self.recorder.one_step() as step:
-
-            def end() -> None:
+            try:
+                with self.recorder.loss_only():
+                    loss = compute_loss()
+                    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                        what = f"returned {kind_of(loss)}, not a tensor of one element with a graph"
+                        self.recorder.refuse_in_loss(what)
+                self.recorder.loss_scaled(loss, 1.0)
+                try:
+                    root = scaled_loss(loss, scale)
+                    leaves = reached_by([root])[0]
+                    with self.recorder.backward_begun(None):
+                        grads = torch.autograd.grad(root, leaves, retain_graph=True, allow_unused=True)
+                    step.grads = dict(zip(leaves, grads, strict=True))
+                except RuntimeError as error:
+                    # As that of some checkpoints.
+                    first = str(error).partition("\n")[0]
+                    why = f"the backward pass raised {type(error).__name__}: {first}"
+            finally:
+                # With everything as it was before, the tape runs again from there.
                 self.recorder.stop()
                 step.tape.undo()
                 state.restore()
-
-            try:
-                yield step, end
-            finally:
-                end()
+            if nonfinite_value(loss, *step.grads.values()):
+                return replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
+        return None if why is None else replace(unlocated(why), loss_scale=scale)
 
     @contextlib.contextmanager
     def apart(self, *, hooked: bool = True) -> Iterator[KeptState]:
