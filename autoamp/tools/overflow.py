@@ -76,16 +76,13 @@ class OverflowTrace(Listener):
         self.always = always
         self.observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        self._halves = {
-            rule.target.rpartition(".")[2]: rule.policy is CastPolicy.FP16
-            for rule in rules
-            if rule.policy in (CastPolicy.FP16, CastPolicy.HALF_IF_MIXED)
-        }
-        casts = optimizers.casts
+        halves = {CastPolicy.FP16: True, CastPolicy.HALF_IF_MIXED: False}
+        self._halves = {rule.target.rpartition(".")[2]: halves[rule.policy] for rule in rules if rule.policy in halves}
+        self._optimizers, self._casts = optimizers, optimizers.casts
 
         def no_list_acts() -> bool:
             # Where the program casts by itself no list does; what it is told then is no entry.
-            return bool(casts.local.mode.forced_off) and casts.yielded_to is None
+            return bool(self._casts.local.mode.forced_off) and self._casts.yielded_to is None
 
         self.recorder = StepRecorder(optimizers.listeners, always=always, no_list_acts=no_list_acts)
         if always:
@@ -93,7 +90,6 @@ class OverflowTrace(Listener):
             self.recorder.inferences = Inferences(self.recorder, explain)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
-        self._optimizers, self._casts = optimizers, optimizers.casts
         optimizers.listeners.add(self)
 
     @property
@@ -196,12 +192,10 @@ class OverflowTrace(Listener):
             return unlocated("the device reported the overflow after later steps had begun")
         if step.is_recorded:
             return self._found(self._look_at_tape, step, scale)
-        before = (
-            ", and its loss was inf or nan before the backward pass"
-            if self._optimizers.current.loss_is_nonfinite
-            else ""
-        )
-        return replace(unlocated(f"the step was not recorded{before}"), suggestion=_CATCH)
+        why = "the step was not recorded"
+        if self._optimizers.current.loss_is_nonfinite:
+            why += ", and its loss was inf or nan before the backward pass"
+        return replace(unlocated(why), suggestion=_CATCH)
 
     def _found(self, look: Callable[[RecordedStep, float], _T], step: RecordedStep, scale: float) -> _T | Overflow:
         """Return what a look at a step finds. No exception of it ends the program."""
