@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core import UnreadFlags, local_of, original_of
-from autoamp.tools.step_recorder import RecordedStep, StepRecorder, floating, unwrapped
+from autoamp.tensors import iter_tensors
+from autoamp.tools.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.tools.tables import counted
 from autoamp.tools.verdicts import Overflow
 from autoamp.torch_private import undisturbed
@@ -80,7 +81,8 @@ class Inferences:
         """Look at the outputs of a call; None if it raised."""
         if step is not None:
             self._recorder.stop()
-        tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
+        known = (one for one in iter_tensors(outputs) if one.is_floating_point() and not one.is_meta)
+        tensors = [local_of(one) for one in known if one.layout is torch.strided]
         with recorded:
             if not tensors or kind in self._on_purpose:
                 return

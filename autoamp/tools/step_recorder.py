@@ -44,11 +44,6 @@ _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel
 WATCHED_STEPS = 8
 
 
-def floating(value: Any) -> list[Tensor]:
-    """Return the floating tensors in nested containers."""
-    return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point()]
-
-
 def unwrapped(module: Module) -> Module:
     """Return the model within a wrapper that reduces gradients over ranks."""
     inner = getattr(module, "module", None)

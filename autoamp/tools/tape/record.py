@@ -8,6 +8,7 @@ outside.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
+from autoamp.tensors import PLAIN_TYPES, iter_tensors, map_tensors, version_of
 from autoamp.tools.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
 from autoamp.torch_private import (
     OperatorMode,
@@ -102,6 +103,8 @@ class _Memories:
 
     def made(self, tensor: Tensor, *, is_recorded: bool, is_write: bool = False) -> Ref:
         """Return the `Ref` of a result, or of an argument that was written to."""
+        if tensor.is_meta:
+            raise _NoValues
         number, is_new = self._number(tensor)
         if is_new:
             self._made.add(number)
@@ -298,26 +301,28 @@ class Recording(OperatorMode):
 
         An operator that is recorded needs no other arguments.
         """
-        if isinstance(value, Tensor):
-            ref = self._memories.read(value)
-            read.append((value, ref.memory))
+
+        def ref_of(tensor: Tensor) -> Ref:
+            ref = self._memories.read(tensor)
+            read.append((tensor, ref.memory))
             return ref
-        if type(value) in _CONSTANTS:
-            return value
-        if isinstance(value, (list, tuple)):
-            return [self._refs(item, is_recorded, read) for item in value]
-        if type(value) is dict:
-            return {name: self._refs(item, is_recorded, read) for name, item in value.items()}
-        if is_recorded:
+
+        def constant(other: Any) -> Any:
+            if type(other) in _CONSTANTS:
+                return other
+            if not is_recorded:
+                raise _NotOnTape(f"an argument is a {type(other).__name__}")
             return None
-        raise _NotOnTape(f"an argument is a {type(value).__name__}")
+
+        return map_tensors(value, ref_of, constant)
 
     def _end(self, op: Op, read: _Read, args: Any, kwargs: Any, result: Any) -> None:
         is_collective, seen = op.func.namespace in _COLLECTIVES, {memory for _, memory in read}
         changed = [tensor for tensor, _ in read] if is_collective else written(op.func, args, kwargs)
         for tensor in iter_tensors(changed):
             self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
-        op.outputs = self._results(result, op.is_recorded)
+        made = functools.partial(self._memories.made, is_recorded=op.is_recorded)
+        op.outputs = map_tensors(result, made, lambda other: None)
         if changed or any(ref.memory not in seen for ref in iter_refs(op.outputs)):
             if op.name == "aten::native_dropout":
                 # In fp32 it runs again by its mask, which has to be known by then.
@@ -325,15 +330,6 @@ class Recording(OperatorMode):
             self.tape.events.append(op)
             if self._look is not None:
                 self._look(op, result)
-
-    def _results(self, result: Any, is_recorded: bool) -> Any:
-        if isinstance(result, Tensor):
-            if result.is_meta:
-                raise _NoValues
-            return self._memories.made(result, is_recorded=is_recorded)
-        if isinstance(result, (list, tuple)):
-            return [self._results(item, is_recorded) for item in result]
-        return None
 
     def _place(self, name: str, read: _Read) -> tuple[Place, str, int]:
         """Return where an operator is called, the phase of the step, and the number of the node."""
