@@ -82,7 +82,14 @@ class CapsuleWriter:
         # That of an earlier run stays.
         path = next(path for path in paths if not path.exists())
         try:
-            self._write(path, found, tape())
+            file = io.BytesIO()
+            save_tape(tape(), file)
+            size = file.getbuffer().nbytes / 2**20
+            log.warning("writing %s, %.1f MiB: it holds the weights and inputs of the step", path, size)
+            finding = {"format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions()}
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("finding.json", json.dumps(finding))
+                archive.writestr("tape.pt", file.getvalue())
         except BaseException as error:
             # A part of the file may be there.
             path.unlink(missing_ok=True)
@@ -91,19 +98,6 @@ class CapsuleWriter:
             log.warning("no capsule of step %s: %s: %s", found.iteration, type(error).__name__, error)
         else:
             log.warning("run the step again with: autoamp replay %s", path)
-
-    def _write(self, path: Path, found: Overflow, tape: Tape) -> None:
-        file = io.BytesIO()
-        save_tape(tape, file)
-        log.warning(
-            "writing %s, %.1f MiB: it holds the weights and inputs of the step", path, file.getbuffer().nbytes / 2**20
-        )
-        finding = {
-            "format": _FORMAT, "overflow": found.to_dict(), "text": str(found), "versions": versions(),
-        }  # fmt: skip
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("finding.json", json.dumps(finding))
-            archive.writestr("tape.pt", file.getvalue())
 
 
 def load_capsule(path: str | Path) -> Capsule:

@@ -19,7 +19,7 @@ from autoamp.core import AUTOCAST
 from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.tools.call_sites import CASTS, OPERATORS
 from autoamp.tools.origins import Followed, NonFiniteOrigin, bare_op, errors_of, nonfinite_value
-from autoamp.tools.tape import CannotRerun, Choice, Op, Rerun, Tape, everything, iter_refs
+from autoamp.tools.tape import CannotRerun, Choice, Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tools.verdicts import (
     Communication,
     HalfPrecisionOp,
@@ -152,7 +152,7 @@ def half_precision_finding(origin: NonFiniteOrigin, wide: Followed) -> Overflow:
     if origin.op.phase == "backward" and names:
         # The gradient may be too large for the results of earlier ops as well: it has their dtype.
         places = [op.place for op in wide.too_large if not op.place.is_cast]
-        names = tuple(dict.fromkeys((*names, *(name for place in places for name in place.names))))
+        names = Entry(names).plus(*places).names
         casts = [str(place.location) for place in places if place.function in CASTS]
     entries = _entries_for(tape, origin.op, names)
     entry = next((one for one in entries if _heals(tape, one)), None)
@@ -175,7 +175,7 @@ def _with_later_ops(tape: Tape, entry: Entry) -> Entry | None:
         left = _causes(_run_with(tape, entry, 1.0 / max(tape.scale, 1.0)))
         if not left or left[0].op is None or not is_half(left[0].op) or set(left[0].place.names) <= set(entry.names):
             return None
-        entry = Entry(tuple(dict.fromkeys((*entry.names, *left[0].place.names))))
+        entry = entry.plus(left[0].place)
         if _heals(tape, entry):
             return entry
     return None
@@ -274,6 +274,10 @@ class Entry:
     names: tuple[str, ...] = ()
     module: str | None = None
 
+    def plus(self, *places: Place) -> Entry:
+        """Return an entry that keeps in fp32 what is called at some places as well, by its names there."""
+        return Entry(tuple(dict.fromkeys((*self.names, *(name for place in places for name in place.names)))))
+
     def acts_on(self, op: Op) -> bool:
         """Whether it acts on an op. No list acts on one without tensors, as `torch.arange`."""
         if next(iter_refs((op.args, op.kwargs)), None) is None:
@@ -342,18 +346,15 @@ def _entries_for(tape: Tape, op: Op, own: tuple[str, ...]) -> Iterator[Entry]:
         own: The names of the op that an entry has.
     """
     found = []
-    names = own if is_half(op) else ()
-    if names:
-        yield Entry(names)
+    first = Entry(own) if is_half(op) else Entry()
+    if first.names:
+        yield first
     # A backward pass reads what the forward operator was given as well, as the 0 that a small epsilon was rounded to.
     forward = [one for one in tape.ops if one.phase == "forward" and one.place == op.place]
     for last in (op, *(forward[:1] if op.phase == "backward" else ())):
-        wider = names
-        before = (earlier for earlier in half_ops_before(tape, last) if earlier.place.names)
-        for earlier in itertools.islice(before, _MAX_OPS):
-            if not set(earlier.place.names) <= set(wider):
-                wider = tuple(dict.fromkeys((*wider, *earlier.place.names)))
-                found.append(Entry(wider))
+        before = (earlier.place for earlier in half_ops_before(tape, last) if earlier.place.names)
+        entries = itertools.accumulate(itertools.islice(before, _MAX_OPS), Entry.plus, initial=first)
+        found += [entry for entry in dict.fromkeys(entries) if entry != first]
     yield from (entry for entry in (*found, *module_entries(op)) if keeps_products(tape, entry.acts_on))
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core import UnreadFlags, local_of, original_of
-from autoamp.tools.step_recorder import RecordedStep, StepRecorder, floating, unwrapped
+from autoamp.tensors import iter_tensors
+from autoamp.tools.step_recorder import RecordedStep, StepRecorder, unwrapped
 from autoamp.tools.tables import counted
 from autoamp.tools.verdicts import Overflow
 from autoamp.torch_private import undisturbed
@@ -62,27 +63,26 @@ class Inferences:
         if not self.nonfinite:
             return None
         calls = f"{counted(self.nonfinite, 'call')} of {self._model} with gradients off gave inf or nan"
-        cause = self.found[0] if self.found else None
-        if cause is None:
+        if not self.found:
             return f"{calls}: not located, since the call was not recorded"
+        cause = self.found[0]
         return f"{calls}: {cause.cause}" + (f"; {cause.suggestion}" if cause.suggestion else "")
 
     def begin(self, module: Module, args: Any, kwargs: Any) -> Callable[[Any], None]:
         """Begin a call; it is recorded unless what makes inf or nan is known. Returns what is given its outputs."""
         self.calls += 1
-        recorded = contextlib.ExitStack()
-        kind = type(unwrapped(module))
+        recorded, step, kind = contextlib.ExitStack(), None, type(unwrapped(module))
         if not self.found and kind not in self._on_purpose:
-            recorded.enter_context(self._recorder.one_step())
+            step = recorded.enter_context(self._recorder.one_step())
             self._recorder.record_call(module, args, kwargs)
-            return functools.partial(self._end, kind, recorded, self._recorder.step)
-        return functools.partial(self._end, kind, recorded, None)
+        return functools.partial(self._end, kind, recorded, step)
 
     def _end(self, kind: type, recorded: contextlib.ExitStack, step: RecordedStep | None, outputs: Any) -> None:
         """Look at the outputs of a call; None if it raised."""
         if step is not None:
             self._recorder.stop()
-        tensors = [local_of(one) for one in floating(outputs) if one.layout is torch.strided and not one.is_meta]
+        known = (one for one in iter_tensors(outputs) if one.is_floating_point() and not one.is_meta)
+        tensors = [local_of(one) for one in known if one.layout is torch.strided]
         with recorded:
             if not tensors or kind in self._on_purpose:
                 return

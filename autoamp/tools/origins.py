@@ -7,7 +7,7 @@ finite result, as a softmax does of a mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from autoamp.core import original_of
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, iter_tensors
 from autoamp.tools.call_sites import WRITERS
 from autoamp.tools.ranges import relative_error
-from autoamp.tools.tape import Choice, Load, Op, Place, Ref, Rerun, Tape, writes_of, written
+from autoamp.tools.tape import Choice, Load, Op, Place, Ref, Rerun, Tape, iter_refs, writes_of, written
 from autoamp.torch_private import undisturbed
 
 # These overwrite all of their first argument.
@@ -120,7 +120,7 @@ class Followed(Rerun):
 
     def before(self, op: Op, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Look at the arguments of an operator that is about to run."""
-        inputs = list(_read_by(op, args, kwargs))
+        inputs = _read_by(op, args, kwargs)
         found = [(tensor, self._origin(ref, tensor, op)) for ref, tensor in inputs]
         self._came = [origin for _, origin in found if origin is not None]
         self._inputs = inputs
@@ -242,24 +242,15 @@ def _largest(tensors: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(float(tensor.abs().max()) if tensor.numel() else 0.0 for tensor in tensors)
 
 
-def _read_by(op: Op, args: list[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Ref, Tensor]]:
-    """Yield the floating tensors that an operator reads."""
-    refs = op.args[1:] if op.name in _OVERWRITES else op.args
-    values = args[1:] if op.name in _OVERWRITES else args
-    if op.name in _NORMS and len(op.args) > 5 and op.args[5]:
-        refs, values = refs[:3], values[:3]
-    yield from _pairs(list(refs), list(values))
-    writes = writes_of(op.func)
-    for name, ref in op.kwargs.items():
-        if name not in writes:
-            yield from _pairs(ref, kwargs[name])
+def _read_by(op: Op, args: list[Any], kwargs: dict[str, Any]) -> list[tuple[Ref, Tensor]]:
+    """Return the floating tensors that an operator reads."""
+    in_training = op.name in _NORMS and len(op.args) > 5 and op.args[5]
+    read = slice(int(op.name in _OVERWRITES), 3 if in_training else None)
+    names = [name for name in op.kwargs if name not in writes_of(op.func)]
+    refs = *op.args[read], *(op.kwargs[name] for name in names)
+    return _pairs(refs, (*args[read], *(kwargs[name] for name in names)))
 
 
-def _pairs(refs: Any, values: Any) -> Iterator[tuple[Ref, Tensor]]:
-    """Yield nested references with their floating tensors."""
-    if isinstance(refs, Ref):
-        if isinstance(values, Tensor) and values.is_floating_point():
-            yield refs, values
-    elif isinstance(refs, (list, tuple)) and isinstance(values, (list, tuple)):
-        for ref, value in zip(refs, values, strict=False):
-            yield from _pairs(ref, value)
+def _pairs(refs: Any, values: Any) -> list[tuple[Ref, Tensor]]:
+    """Return nested references with their floating tensors."""
+    return [pair for pair in zip(iter_refs(refs), iter_tensors(values), strict=True) if pair[1].is_floating_point()]

@@ -76,16 +76,13 @@ class OverflowTrace(Listener):
         self.always = always
         self.observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        self._halves = {
-            rule.target.rpartition(".")[2]: rule.policy is CastPolicy.FP16
-            for rule in rules
-            if rule.policy in (CastPolicy.FP16, CastPolicy.HALF_IF_MIXED)
-        }
-        casts = optimizers.casts
+        halves = {CastPolicy.FP16: True, CastPolicy.HALF_IF_MIXED: False}
+        self._halves = {rule.target.rpartition(".")[2]: halves[rule.policy] for rule in rules if rule.policy in halves}
+        self._optimizers, self._casts = optimizers, optimizers.casts
 
         def no_list_acts() -> bool:
             # Where the program casts by itself no list does; what it is told then is no entry.
-            return bool(casts.local.mode.forced_off) and casts.yielded_to is None
+            return bool(self._casts.local.mode.forced_off) and self._casts.yielded_to is None
 
         self.recorder = StepRecorder(optimizers.listeners, always=always, no_list_acts=no_list_acts)
         if always:
@@ -93,7 +90,6 @@ class OverflowTrace(Listener):
             self.recorder.inferences = Inferences(self.recorder, explain)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
-        self._optimizers, self._casts = optimizers, optimizers.casts
         optimizers.listeners.add(self)
 
     @property
@@ -196,10 +192,10 @@ class OverflowTrace(Listener):
             return unlocated("the device reported the overflow after later steps had begun")
         if step.is_recorded:
             return self._found(self._look_at_tape, step, scale)
-        before = (
-            ", and its loss was inf or nan before the backward pass" if self._optimizers.steps.loss_is_nonfinite else ""
-        )
-        return replace(unlocated(f"the step was not recorded{before}"), suggestion=_CATCH)
+        why = "the step was not recorded"
+        if self._optimizers.steps.loss_is_nonfinite:
+            why += ", and its loss was inf or nan before the backward pass"
+        return replace(unlocated(why), suggestion=_CATCH)
 
     def _found(self, look: Callable[[RecordedStep, float], _T], step: RecordedStep, scale: float) -> _T | Overflow:
         """Return what a look at a step finds. No exception of it ends the program."""
@@ -235,48 +231,32 @@ class OverflowTrace(Listener):
             scale: The loss scale.
         """
         why = None
-        with self._recorded() as (step, end):
-            with self.recorder.loss_only():
-                loss = compute_loss()
-                if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-                    self.recorder.refuse_in_loss(f"returned {kind_of(loss)}, not a tensor of one element with a graph")
-            self.recorder.loss_scaled(loss, 1.0)
-            try:
-                self._run_backward(step, [scaled_loss(loss, scale)])
-            except RuntimeError as error:
-                # As that of some checkpoints.
-                first = str(error).partition("\n")[0]
-                why = f"the backward pass raised {type(error).__name__}: {first}"
-            end()
-            if nonfinite_value(loss, *step.grads.values()):
-                return replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
-        return None if why is None else replace(unlocated(why), loss_scale=scale)
-
-    def _run_backward(self, step: RecordedStep, roots: list[Tensor], given: list[Tensor] | None = None) -> None:
-        """Run a backward pass, by given gradients or by 1, and keep the gradients in the step."""
-        leaves = reached_by(roots)[0]
-        with self.recorder.begin_backward(given):
-            grads = torch.autograd.grad(roots, leaves, given, retain_graph=True, allow_unused=True)
-        step.grads = dict(zip(leaves, grads, strict=True))
-
-    @contextlib.contextmanager
-    def _recorded(self) -> Iterator[tuple[RecordedStep, Callable[[], None]]]:
-        """Record what runs in a ``with`` statement as a step of its own, and put back what it writes.
-
-        Yields:
-            The step, and what ends it: with everything as it was before, the tape runs again from there.
-        """
         with self.apart() as state, self.recorder.one_step() as step:
-
-            def end() -> None:
+            try:
+                with self.recorder.loss_only():
+                    loss = compute_loss()
+                    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                        what = f"returned {kind_of(loss)}, not a tensor of one element with a graph"
+                        self.recorder.refuse_in_loss(what)
+                self.recorder.loss_scaled(loss, 1.0)
+                try:
+                    root = scaled_loss(loss, scale)
+                    leaves = reached_by([root])[0]
+                    with self.recorder.backward_begun(None):
+                        grads = torch.autograd.grad(root, leaves, retain_graph=True, allow_unused=True)
+                    step.grads = dict(zip(leaves, grads, strict=True))
+                except RuntimeError as error:
+                    # As that of some checkpoints.
+                    first = str(error).partition("\n")[0]
+                    why = f"the backward pass raised {type(error).__name__}: {first}"
+            finally:
+                # With everything as it was before, the tape runs again from there.
                 self.recorder.stop()
                 step.tape.undo()
                 state.restore()
-
-            try:
-                yield step, end
-            finally:
-                end()
+            if nonfinite_value(loss, *step.grads.values()):
+                return replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
+        return None if why is None else replace(unlocated(why), loss_scale=scale)
 
     @contextlib.contextmanager
     def apart(self, *, hooked: bool = True) -> Iterator[KeptState]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autoamp.core import CastState
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
 from autoamp.tools.findings import (
     Entry,
@@ -64,8 +65,8 @@ class Rounding:
         own_error: How far the result of the first is from fp32, computed from the same half inputs.
         errors: Those of the step.
         share: How much of the error in the gradients, or else in the loss, is gone with them in fp32.
-        entry: The entry of a list that does that; None if none was found.
-        advice: What to do in place of the entry, if lists have no effect.
+        entry: The entry of a list that does that; an empty one if none was found, or if lists have no effect.
+        remedy: What to do.
     """
 
     ops: tuple[tuple[str | None, str | None, str | None], ...]
@@ -73,17 +74,8 @@ class Rounding:
     own_error: float
     errors: Errors
     share: float
-    entry: Entry | None
-    advice: str | None = None
-
-    @property
-    def remedy(self) -> str:
-        """What to do."""
-        if self.advice is not None:
-            return self.advice
-        if self.entry is None:
-            return "compute these lines in fp32; no entry of a list was found that does"
-        return self.entry.advice()
+    entry: Entry
+    remedy: str
 
     @property
     def place(self) -> str:
@@ -102,12 +94,11 @@ class Rounding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        entry = Entry() if self.entry is None or self.advice is not None else self.entry
         return {
             "ops": [dict(zip(("op", "module", "location"), one, strict=True)) for one in self.ops],
             "sentence": str(self), "remedy": self.remedy, "own_error": self.own_error, "share": self.share,
             "gradient_error": self.errors.gradients, "loss_error": self.errors.loss,
-            "fp32_names": list(entry.names), "fp32_module": entry.module,
+            "fp32_names": list(self.entry.names), "fp32_module": self.entry.module,
         }  # fmt: skip
 
 
@@ -188,13 +179,6 @@ class StepCheck:
             log.debug("a step could not be compared with fp32", exc_info=True)
             return True
 
-    def _with_lists(self, found: Rounding) -> Rounding:
-        """Return a rounding with what to do where lists have no effect."""
-        casts = self._overflows.observation.casts
-        if found.entry is None or casts.yielded_to is None:
-            return found
-        return replace(found, advice=advice_without_lists(found.entry, casts.yielded_to, casts.device_type))
-
     def _compare(self, step: int) -> bool:
         """Find the first op that overflows in half precision, if that changes gradients, or else ops that round.
 
@@ -222,13 +206,13 @@ class StepCheck:
                     taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
                     overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
                     self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
-            rounding = _find_rounding(tape, errors, wide) if origin is None else None
+            search = _Search(tape, errors, wide, observation.casts)
+            rounding = search.rounding() if origin is None else None
             is_told = rounding is not None or (origin is not None and wrong)
             if is_farthest and not is_told and errors.gradients >= _MUCH:
-                source = _find_source(tape, errors, wide)
-                self.source = source and self._with_lists(source)
+                self.source = search.source()
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
-                self.roundings.append((step, self._with_lists(rounding)))
+                self.roundings.append((step, rounding))
         return True
 
 
@@ -250,121 +234,127 @@ def _is_at(line: Place, op: Op) -> bool:
     return same and not place.is_cast and line.module in (None, place.module)
 
 
-def _find_rounding(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
-    """Return the ops whose rounding makes most of the error of a step; None if the error is small, or no ops do.
+class _Search:
+    """Looks for what has to compute in fp32, so that most of the error of a step is gone.
 
     Args:
         tape: The step, whose gradients are finite.
         errors: Its errors.
         wide: Its run in fp32, which has ended.
-
-    Raises:
-        CannotRerun: The step cannot run again.
-    """
-    unit = torch.finfo(tape.half_dtype).eps
-    far = max(_FAR_UNITS * unit, _FAR)
-    if max(errors.gradients, errors.loss) < far:
-        return None
-    in_gradients = errors.gradients >= far
-
-    def left(has: Choice, within: bool = False) -> float:
-        run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
-        rest = errors_of(run, wide)
-        return rest.gradients / errors.gradients if in_gradients else rest.loss / errors.loss
-
-    for op in itertools.islice(_enlarging(tape, unit), _MAX_OPS):
-        before = [op] if is_half(op) else []
-        before += [one for one in half_ops_before(tape, op) if one.phase == "forward" and not one.place.is_cast]
-        lines = list(dict.fromkeys(_line_of(tape, one) for one in before))[:_MAX_LINES]
-        found = _fewest(lines, left)
-        # Close to its minimum a model of one layer has gradients of nothing but rounding.
-        if found is None or not keeps_products(tape, chosen := _any_of(found)):
-            continue
-        ops, named = [one for one in before if chosen(one)], []
-        for line in found:
-            modules = {one.place.module for one in ops if _is_at(line, one)}
-            named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
-        share, own_error = 1.0 - left(chosen), _own_error(tape, ops[0])
-        names = tuple(dict.fromkeys(name for one in ops for name in one.place.names))
-        entries = [*([Entry(names)] if names else []), *module_entries(ops[-1])]
-        tried = (one for one in entries if keeps_products(tape, one.acts_on))
-        entry = next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
-        if entry is None and errors.gradients >= _MUCH:
-            entry = _first_that_heals((*entries, *_wide_entries(_halves(tape), left)), left)
-        return Rounding(tuple(named), dtype_name(tape.half_dtype), own_error, errors, share, entry)
-    return None
-
-
-def _find_source(tape: Tape, errors: Errors, wide: Rerun) -> Rounding | None:
-    """Return the lines, or else the module of the program, that make most of the error of the gradients; None for none.
-
-    Args:
-        tape: The step, whose gradients are finite.
-        errors: Its errors.
-        wide: Its run in fp32, which has ended.
+        casts: How the program casts.
     """
 
-    def left(has: Choice, within: bool = False) -> float:
-        run = Rerun(tape, in_fp32_with(tape, has, within=within)).finish()
-        return errors_of(run, wide).gradients / errors.gradients
+    def __init__(self, tape: Tape, errors: Errors, wide: Rerun, casts: CastState) -> None:
+        self._tape, self._errors, self._wide, self._casts = tape, errors, wide, casts
+        self._halves = [op for op in tape.ops if op.phase == "forward" and not op.place.is_cast and is_half(op)]
+        self._of_loss = False
 
-    halves = _halves(tape)
-    lines = list(dict.fromkeys(_line_of(tape, op) for op in halves))[:_MAX_TRIED]
-    rest = {line: left(_any_of([line])) for line in lines}
-    found = _fewest(sorted(lines, key=rest.__getitem__)[:_MAX_LINES], left)
-    if found is not None:
-        ops = [op for op in halves if _any_of(found)(op)]
-        named = tuple((line.function, line.module, line.location) for line in found)
-        entries = [Entry(tuple(dict.fromkeys(name for op in ops for name in op.place.names))), *module_entries(ops[-1])]
-        entry, share = _first_that_heals((*entries, *_wide_entries(halves, left)), left), left(_any_of(found))
-    else:
-        # The class of a module is named in place of a line, or functions are, wherever they are called.
-        entry = _first_that_heals(_wide_entries(halves, left), left)
-        if entry is None:
+    def rounding(self) -> Rounding | None:
+        """Return the ops whose rounding makes most of the error; None if the error is small, or no ops do.
+
+        Raises:
+            CannotRerun: The step cannot run again.
+        """
+        tape, errors = self._tape, self._errors
+        unit = torch.finfo(tape.half_dtype).eps
+        far = max(_FAR_UNITS * unit, _FAR)
+        if max(errors.gradients, errors.loss) < far:
             return None
-        ops, share = [op for op in halves if entry.acts_on(op)], left(entry.acts_on, entry.module is not None)
-        functions = dict.fromkeys(op.place.function for op in ops)
-        named = tuple((one, None, None) for one in ([f"module {entry.module}"] if entry.module else functions))
-    first = next(filter(is_product, ops), ops[0])
-    return Rounding(named, dtype_name(tape.half_dtype), _own_error(tape, first), errors, 1.0 - share, entry)
+        self._of_loss = errors.gradients < far
+        for op in itertools.islice(_enlarging(tape, unit), _MAX_OPS):
+            before = [op] if is_half(op) else []
+            before += [one for one in half_ops_before(tape, op) if one.phase == "forward" and not one.place.is_cast]
+            found = self._fewest(list(dict.fromkeys(_line_of(tape, one) for one in before))[:_MAX_LINES])
+            # Close to its minimum a model of one layer has gradients of nothing but rounding.
+            if found is None or not keeps_products(tape, chosen := _any_of(found)):
+                continue
+            ops, named = [one for one in before if chosen(one)], []
+            for line in found:
+                modules = {one.place.module for one in ops if _is_at(line, one)}
+                named.append((line.function, modules.pop() if len(modules) == 1 else None, line.location))
+            entries = _entries_for(ops)
+            entry = self._first_that_heals(one for one in entries if keeps_products(tape, one.acts_on))
+            if entry is None and errors.gradients >= _MUCH:
+                entry = self._first_that_heals((*entries, *self._wide_entries()))
+            return self._told(named, ops[0], self._left(chosen), entry)
+        return None
+
+    def source(self) -> Rounding | None:
+        """Return the lines, or else the module of the program, that make most of the error of the gradients."""
+        self._of_loss = False
+        lines = list(dict.fromkeys(_line_of(self._tape, op) for op in self._halves))[:_MAX_TRIED]
+        rest = {line: self._left(_any_of([line])) for line in lines}
+        found = self._fewest(sorted(lines, key=rest.__getitem__)[:_MAX_LINES])
+        if found is not None:
+            ops = [op for op in self._halves if _any_of(found)(op)]
+            named = [(line.function, line.module, line.location) for line in found]
+            entry = self._first_that_heals((*_entries_for(ops), *self._wide_entries()))
+            left = self._left(_any_of(found))
+        else:
+            # The class of a module is named in place of a line, or functions are, wherever they are called.
+            entry = self._first_that_heals(self._wide_entries())
+            if entry is None:
+                return None
+            ops, left = [op for op in self._halves if entry.acts_on(op)], self._left_with(entry)
+            functions = dict.fromkeys(op.place.function for op in ops)
+            named = [(one, None, None) for one in ([f"module {entry.module}"] if entry.module else functions)]
+        return self._told(named, next(filter(is_product, ops), ops[0]), left, entry)
+
+    def _told(
+        self, named: list[tuple[str | None, str | None, str | None]], first: Op, left: float, entry: Entry | None
+    ) -> Rounding:
+        remedy = "compute these lines in fp32; no entry of a list was found that does"
+        if entry is not None:
+            remedy = entry.advice()
+            if self._casts.yielded_to is not None:
+                remedy = advice_without_lists(entry, self._casts.yielded_to, self._casts.device_type)
+                entry = None
+        dtype, own_error = dtype_name(self._tape.half_dtype), _own_error(self._tape, first)
+        return Rounding(tuple(named), dtype, own_error, self._errors, 1.0 - left, entry or Entry(), remedy)
+
+    def _left(self, has: Choice, *, within: bool = False) -> float:
+        """Return how much of the error is left with some operators in fp32; see `in_fp32_with`."""
+        run = Rerun(self._tape, in_fp32_with(self._tape, has, within=within)).finish()
+        rest = errors_of(run, self._wide)
+        return rest.loss / self._errors.loss if self._of_loss else rest.gradients / self._errors.gradients
+
+    def _left_with(self, entry: Entry) -> float:
+        return self._left(entry.acts_on, within=entry.module is not None)
+
+    def _first_that_heals(self, entries: Iterable[Entry]) -> Entry | None:
+        """Return the first entry that removes most of the error."""
+        return next((one for one in entries if self._left_with(one) <= _LEFT), None)
+
+    def _wide_entries(self) -> Iterator[Entry]:
+        """Yield entries for modules of the program, the outermost first, then for functions, at last for several."""
+        modules = dict.fromkeys(entry for op in self._halves for entry in reversed(module_entries(op)))
+        yield from itertools.islice(modules, _MAX_TRIED)
+        places = {op.place.names: op.place for op in self._halves if op.place.names}
+        several = Entry()
+        for place in sorted(list(places.values())[:_MAX_TRIED], key=lambda one: self._left_with(Entry(one.names))):
+            yield Entry(place.names)
+            several = several.plus(place)
+            yield several
+
+    def _fewest(self, lines: list[Place]) -> list[Place] | None:
+        """Return the first lines that remove most of the error in fp32, without those that are not needed."""
+        for number in range(1, len(lines) + 1):
+            if self._left(_any_of(found := lines[:number])) <= _LEFT:
+                for line in found[:-1]:
+                    rest = [one for one in found if one is not line]
+                    found = rest if self._left(_any_of(rest)) <= _LEFT else found
+                return found
+        return None
 
 
-def _halves(tape: Tape) -> list[Op]:
-    """Return the ops of the forward pass in half precision, without casts."""
-    return [op for op in tape.ops if op.phase == "forward" and not op.place.is_cast and is_half(op)]
-
-
-def _wide_entries(halves: list[Op], left: Callable[..., float]) -> Iterator[Entry]:
-    """Yield entries for modules of the program, the outermost first, then for functions, at last for several."""
-    modules = dict.fromkeys(entry for op in halves for entry in reversed(module_entries(op)))
-    yield from itertools.islice(modules, _MAX_TRIED)
-    functions = list(dict.fromkeys(Entry(op.place.names) for op in halves if op.place.names))[:_MAX_TRIED]
-    names: tuple[str, ...] = ()
-    for entry in sorted(functions, key=lambda one: left(one.acts_on)):
-        yield entry
-        names = tuple(dict.fromkeys((*names, *entry.names)))
-        yield Entry(names)
-
-
-def _first_that_heals(entries: Iterable[Entry], left: Callable[..., float]) -> Entry | None:
-    """Return the first entry that removes most of the error of a step."""
-    tried = (one for one in entries if one.names or one.module)
-    return next((one for one in tried if left(one.acts_on, one.module is not None) <= _LEFT), None)
+def _entries_for(ops: list[Op]) -> list[Entry]:
+    """Return the entries that act on some ops: for their names, and for the modules around the last."""
+    names = Entry().plus(*(op.place for op in ops))
+    return [*([names] if names.names else []), *module_entries(ops[-1])]
 
 
 def _any_of(lines: list[Place]) -> Choice:
     return lambda op: any(_is_at(line, op) for line in lines)
-
-
-def _fewest(lines: list[Place], left: Callable[[Choice], float]) -> list[Place] | None:
-    """Return the first lines that remove most of the error if they are in fp32, without those that are not needed."""
-    for number in range(1, len(lines) + 1):
-        if left(_any_of(found := lines[:number])) <= _LEFT:
-            for line in found[:-1]:
-                rest = [one for one in found if one is not line]
-                found = rest if left(_any_of(rest)) <= _LEFT else found
-            return found
-    return None
 
 
 def _enlarging(tape: Tape, unit: float) -> Iterator[Op]:

@@ -44,11 +44,6 @@ _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel
 WATCHED_STEPS = 8
 
 
-def floating(value: Any) -> list[Tensor]:
-    """Return the floating tensors in nested containers."""
-    return [tensor for tensor in iter_tensors(value) if tensor.is_floating_point()]
-
-
 def unwrapped(module: Module) -> Module:
     """Return the model within a wrapper that reduces gradients over ranks."""
     inner = getattr(module, "module", None)
@@ -67,6 +62,7 @@ class RecordedStep:
         loss_refs: What the tape calls the losses.
         grads: Gradients that are not in the ``.grad`` of their parameters.
         is_recorded: Whether its operators are recorded.
+        is_asked: Whether somebody asked for that, who has the memory for it.
         in_closure: Whether an optimizer's closure was evaluated in it.
         ended: Whether an optimizer was called.
     """
@@ -77,6 +73,7 @@ class RecordedStep:
     loss_refs: list[Ref | None] = field(default_factory=list)
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     is_recorded: bool = False
+    is_asked: bool = False
     in_closure: bool = False
     ended: bool = False
 
@@ -136,11 +133,11 @@ class StepRecorder(Listener):
     """
 
     def __init__(self, listeners: Listeners, *, always: bool, no_list_acts: Callable[[], bool] = lambda: False) -> None:
-        self.step = RecordedStep(is_recorded=always)
+        self.step = RecordedStep(is_recorded=always, is_asked=always)
         self.paused = False
         self.inferences: Any = None
         self._listeners = listeners
-        self._always = self._is_asked = always
+        self._always = always
         # So many steps from here on are recorded, until one of this optimizer is clean.
         self._watched = 0
         self._watched_for: weakref.ref[Skips] | None = None
@@ -205,7 +202,6 @@ class StepRecorder(Listener):
 
     def closed(self) -> None:
         """Drop what was recorded: torch is about to be restored."""
-        self.end_step()
         self.forget()
         self._leave()
         self.step = RecordedStep(ended=True)
@@ -222,16 +218,16 @@ class StepRecorder(Listener):
         outer = self.step.recording
         if outer is not None:
             outer.pause()
-        before = self.step, self._watched, self.paused, self._places, self._is_asked
-        self.step, self._watched, self.paused, self._is_asked = RecordedStep(is_recorded=True), 1, False, True
+        before = self.step, self.paused, self._places
+        self.step, self.paused = RecordedStep(is_recorded=True, is_asked=True), False
         self._places = CallPlaces(self._no_list_acts)
         self._listeners.add(self)
         self._record(limit=math.inf, undoes=True)
         try:
             yield self.step
         finally:
-            self.end_step()
-            self.step, self._watched, self.paused, self._places, self._is_asked = before
+            self.stop()
+            self.step, self.paused, self._places = before
             if outer is not None and not self.step.ended:
                 outer.resume()
                 self._inside.recording = outer
@@ -268,8 +264,7 @@ class StepRecorder(Listener):
     def _open_step(self) -> RecordedStep | None:
         """Return the step at hand: a new one after the last has ended. None if it is not to be recorded."""
         if self.step.ended:
-            self.forget()
-            self.step = RecordedStep(is_recorded=self._always or self._watched > 0)
+            self.step = RecordedStep(is_recorded=self._always or self._watched > 0, is_asked=self._always)
         if not self.step.is_recorded:
             self._listeners.remove(self)
             return None
@@ -289,13 +284,9 @@ class StepRecorder(Listener):
         if step.recording is not None:
             step.loss_refs.append(step.recording.tape.find(loss))
 
-    def backward_begun(self, given: Any = None) -> contextlib.AbstractContextManager[None]:
+    def backward_begun(self, given: Any) -> contextlib.AbstractContextManager[None]:
         """Return the context in which a backward pass runs, by these gradients or by 1."""
         self.refuse_in_loss("ran a backward pass")
-        return self.begin_backward(given)
-
-    def begin_backward(self, given: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which a backward pass runs, by these gradients or by 1."""
         recording = self.step.recording
         if recording is None or self.step.ended or self.paused:
             return contextlib.nullcontext()
@@ -345,15 +336,14 @@ class StepRecorder(Listener):
         return ended
 
     def _wants_call(self) -> bool:
-        if self.paused or self._inside.call or torch.compiler.is_compiling() or _is_captured():
+        if self.paused or self._inside.call or torch.compiler.is_compiling() or tracing_state() is not None:
+            return False
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
         if not torch.is_grad_enabled() and (self.inferences is None or compiled_wrappers()):
             return False
         # Within a backward pass a checkpoint computes again what is recorded.
         return current_graph_task() == -1
-
-    def _is_compiled(self) -> bool:
-        return compiled_wrappers() > 0 or compiled_graphs() != self._graphs
 
     def record_call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take note of a call of a model in the step at hand, which is recorded."""
@@ -363,11 +353,11 @@ class StepRecorder(Listener):
         kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
         if kinds & _WHOLE or any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
             why = f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
-        if self._is_compiled():
+        if compiled_wrappers() > 0 or compiled_graphs() != self._graphs:
             why = "the program uses torch.compile"
         elif len(step.models) >= _MAX_CALLS:
             why = f"the step has more than {_MAX_CALLS} calls of models"
-        elif not self._is_asked and sum(one is module for one, _, _ in step.models) >= _UNASKED_CALLS:
+        elif not step.is_asked and sum(one is module for one, _, _ in step.models) >= _UNASKED_CALLS:
             # The memory of a rollout is not for what nobody asked for.
             why = f"the step has more than {_UNASKED_CALLS} calls of one model"
         if why is not None:
@@ -377,8 +367,3 @@ class StepRecorder(Listener):
             # The graph of an input is not kept alive. The program may change what holds it, or ask for its gradient.
             given = map_tensors((args, kwargs), lambda one: one.detach().requires_grad_(one.requires_grad))
         step.models.append((module, *given))
-
-
-def _is_captured() -> bool:
-    """Whether calls are traced, or captured in a CUDA graph."""
-    return tracing_state() is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -12,13 +12,13 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tensors import PLAIN_TYPES, iter_tensors, version_of
+from autoamp.tensors import PLAIN_TYPES, iter_tensors, map_tensors, version_of
 from autoamp.tools.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
 from autoamp.torch_private import (
     OperatorMode,
@@ -60,31 +60,10 @@ class _NoValues(Exception):
     """A tensor is on the meta device, where nothing is computed."""
 
 
-class _Traits(NamedTuple):
-    """What is known of an operator before it is called."""
-
-    name: str
-    is_collective: bool
-    may_be_random: bool
-    # It computes nothing, or a later `Ref` tells what it does.
-    is_left_out: bool
-
-
-@functools.cache
-def _traits_of(func: Any) -> _Traits:
-    if not isinstance(func, OpOverload):
-        raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
-    return _Traits(
-        str(schema_of(func).name),
-        func.namespace in _COLLECTIVES,
-        torch.Tag.nondeterministic_seeded in func.tags,
-        # After `set_` a tensor shows another memory.
-        func.namespace == "profiler" or func.overloadpacket is torch.ops.aten.set_,
-    )
-
-
 def _draws(func: Any, args: Any) -> bool:
-    """Whether a call of what may be random draws numbers. Attention and recurrent layers draw none without dropout."""
+    """Whether a call draws random numbers. Attention and recurrent layers draw none without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
     for place, argument in enumerate(schema_of(func).arguments):
         value = args[place] if place < len(args) else argument.default_value
         if argument.name in _NOT_RANDOM and value == _NOT_RANDOM[argument.name]:
@@ -124,6 +103,8 @@ class _Memories:
 
     def made(self, tensor: Tensor, *, is_recorded: bool, is_write: bool = False) -> Ref:
         """Return the `Ref` of a result, or of an argument that was written to."""
+        if tensor.is_meta:
+            raise _NoValues
         number, is_new = self._number(tensor)
         if is_new:
             self._made.add(number)
@@ -300,15 +281,18 @@ class Recording(OperatorMode):
 
     def _begin(self, func: Any, args: Any, kwargs: Any) -> tuple[Op, _Read] | None:
         """Return the operator that is about to run, and the tensors that it was given."""
-        traits = _traits_of(func)
-        if traits.is_left_out:
+        if not isinstance(func, OpOverload):
+            raise _NotOnTape(f"{func} is not an operator of a kind that can run again")
+        # The one computes nothing. After the other a tensor shows another memory, as later `Ref`s tell.
+        if func.namespace == "profiler" or func.overloadpacket is torch.ops.aten.set_:
             return None
         read: _Read = []
-        is_recorded = traits.is_collective or (traits.may_be_random and _draws(func, args))
+        is_collective = func.namespace in _COLLECTIVES
+        is_recorded = is_collective or _draws(func, args)
         refs = self._refs(args, is_recorded, read), self._refs(kwargs, is_recorded, read) if kwargs else kwargs
-        for ref in iter_refs(refs if traits.is_collective else written(func, *refs)):
+        for ref in iter_refs(refs if is_collective else written(func, *refs)):
             self._memories.keep(ref.memory)
-        place, phase, node = self._place(traits.name, read)
+        place, phase, node = self._place(func.name(), read)
         is_seed = self._begins_backward and func.overloadpacket is torch.ops.aten.ones_like and phase == "forward"
         return Op(func, *refs, None, place, torch.is_grad_enabled(), phase, is_recorded, is_seed, node), read
 
@@ -317,42 +301,35 @@ class Recording(OperatorMode):
 
         An operator that is recorded needs no other arguments.
         """
-        if isinstance(value, Tensor):
-            ref = self._memories.read(value)
-            read.append((value, ref.memory))
+
+        def ref_of(tensor: Tensor) -> Ref:
+            ref = self._memories.read(tensor)
+            read.append((tensor, ref.memory))
             return ref
-        if type(value) in _CONSTANTS:
-            return value
-        if isinstance(value, (list, tuple)):
-            return [self._refs(item, is_recorded, read) for item in value]
-        if type(value) is dict:
-            return {name: self._refs(item, is_recorded, read) for name, item in value.items()}
-        if is_recorded:
+
+        def constant(other: Any) -> Any:
+            if type(other) in _CONSTANTS:
+                return other
+            if not is_recorded:
+                raise _NotOnTape(f"an argument is a {type(other).__name__}")
             return None
-        raise _NotOnTape(f"an argument is a {type(value).__name__}")
+
+        return map_tensors(value, ref_of, constant)
 
     def _end(self, op: Op, read: _Read, args: Any, kwargs: Any, result: Any) -> None:
-        traits, seen = _traits_of(op.func), {memory for _, memory in read}
-        changed = [tensor for tensor, _ in read] if traits.is_collective else written(op.func, args, kwargs)
+        is_collective, seen = op.func.namespace in _COLLECTIVES, {memory for _, memory in read}
+        changed = [tensor for tensor, _ in read] if is_collective else written(op.func, args, kwargs)
         for tensor in iter_tensors(changed):
             self._memories.made(tensor, is_recorded=op.is_recorded, is_write=True)
-        op.outputs = self._results(result, op.is_recorded)
+        made = functools.partial(self._memories.made, is_recorded=op.is_recorded)
+        op.outputs = map_tensors(result, made, lambda other: None)
         if changed or any(ref.memory not in seen for ref in iter_refs(op.outputs)):
-            if traits.name == "aten::native_dropout":
+            if op.name == "aten::native_dropout":
                 # In fp32 it runs again by its mask, which has to be known by then.
                 self._refs(result, True, [])
             self.tape.events.append(op)
             if self._look is not None:
                 self._look(op, result)
-
-    def _results(self, result: Any, is_recorded: bool) -> Any:
-        if isinstance(result, Tensor):
-            if result.is_meta:
-                raise _NoValues
-            return self._memories.made(result, is_recorded=is_recorded)
-        if isinstance(result, (list, tuple)):
-            return [self._results(item, is_recorded) for item in result]
-        return None
 
     def _place(self, name: str, read: _Read) -> tuple[Place, str, int]:
         """Return where an operator is called, the phase of the step, and the number of the node."""

@@ -183,7 +183,11 @@ class Rerun:
             results = op.func(*args, **kwargs)
         read = {ref.memory for ref in iter_refs((op.args, op.kwargs))}
         taken = {tensor.untyped_storage().data_ptr() for tensor in iter_tensors((args, kwargs))}
-        self._take(op, op.outputs, results, read, taken)
+        for ref, result in zip(iter_refs(op.outputs), iter_tensors(results), strict=True):
+            if ref.memory not in read:
+                if op.is_empty:
+                    result.zero_()
+                self._cells[ref.memory] = _cell_of(ref, result, taken)
         return results
 
     def _cell(self, ref: Ref) -> _Cell:
@@ -195,30 +199,25 @@ class Rerun:
         """Return an argument: tensors for what refers to them, and fp32 for a half dtype in an fp32 run."""
         if type(value) is Ref:
             return self._cell(value).view(value, _dtype(value.dtype, wide), writes=writes)
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             return [self._given(item, wide, writes) for item in value]
         return _dtype(value, wide) if isinstance(value, torch.dtype) else value
 
-    def _take(self, op: Op, refs: Any, results: Any, read: set[int], taken: set[int]) -> None:
-        """Let results be the values of the memories that the operator made."""
-        if isinstance(refs, list):
-            for ref, result in zip(refs, results, strict=True):
-                self._take(op, ref, result, read, taken)
-        elif isinstance(refs, Ref) and refs.memory not in read:
-            if op.is_empty:
-                results.zero_()
-            storage, exact = results.untyped_storage(), None
-            if tuple(results.size()) != refs.size:
-                exact = refs, results
-            elif (results.stride(), results.storage_offset()) != (refs.stride, refs.offset) or (
-                storage.data_ptr() in taken
-            ):
-                # Another kernel lays its result out in another way, or returns its argument as it is.
-                last = sum((size - 1) * stride for size, stride in zip(refs.size, refs.stride, strict=True))
-                room = torch.empty(refs.offset + max(last, 0) + 1, dtype=results.dtype, device=results.device)
-                room.as_strided(refs.size, refs.stride, refs.offset).copy_(results)
-                storage = room.untyped_storage()
-            self._cells[refs.memory] = _Cell(storage, refs.dtype, results.dtype, exact=exact)
+
+def _cell_of(ref: Ref, result: Tensor, taken: set[int]) -> _Cell:
+    """Return a result as the value of the memory that the operator made; ``taken`` are the addresses that it was given.
+
+    Another kernel may lay its result out in another way, or return its argument as it is.
+    """
+    storage = result.untyped_storage()
+    if tuple(result.size()) != ref.size:
+        return _Cell(storage, ref.dtype, result.dtype, exact=(ref, result))
+    if (result.stride(), result.storage_offset()) != (ref.stride, ref.offset) or storage.data_ptr() in taken:
+        last = sum((size - 1) * stride for size, stride in zip(ref.size, ref.stride, strict=True))
+        room = torch.empty(ref.offset + max(last, 0) + 1, dtype=result.dtype, device=result.device)
+        room.as_strided(ref.size, ref.stride, ref.offset).copy_(result)
+        storage = room.untyped_storage()
+    return _Cell(storage, ref.dtype, result.dtype)
 
 
 def _dtype(dtype: torch.dtype, wide: bool) -> torch.dtype:
