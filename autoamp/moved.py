@@ -78,7 +78,7 @@ for _old, _new in list(MOVED.items()):
         MOVED[f"{MOVED[_package]}.{_file}"] = _new
 
 
-class SameModule(importlib.abc.InspectLoader):
+class SameModule(importlib.abc.Loader):
     """Gives the module of another name itself, and imports it first if it is not imported yet.
 
     Args:
@@ -102,12 +102,6 @@ class SameModule(importlib.abc.InspectLoader):
         loader: Any = self._spec.loader
         code: types.CodeType | None = loader.get_code(self._spec.name)
         return code
-
-    def get_source(self, fullname: str) -> str | None:
-        """Return the module's source."""
-        loader: Any = self._spec.loader
-        source: str | None = loader.get_source(self._spec.name)
-        return source
 
 
 def same_as(fullname: str, spec: ModuleSpec, loader: SameModule | None = None) -> ModuleSpec:

@@ -148,17 +148,12 @@ def _tell_of_options(chosen: argparse.Namespace) -> None:
     text = source.replace("_", "-")
     names = [name for name in dict.fromkeys(given) if name in own and name[2:] not in text]
     if names:
-        stand = "stand" if len(names) > 1 else "stands"
-        say(
-            f"{' and '.join(names)} {stand} behind {chosen.program} and went to it; options of autoamp come before the "
-            "program"
-        )
+        stand = f"{' and '.join(names)} {'stand' if len(names) > 1 else 'stands'} behind {chosen.program}"
+        say(f"{stand} and went to it; options of autoamp come before the program")
     level = getattr(chosen, "opt_level", None)
     if level in ("O2", "O3") and chosen.apex and "initialize" not in source:
-        say(
-            f"--opt-level {level} casts what a program gives to apex's amp.initialize(), and {chosen.program} does not "
-            "call that itself; leave the option out to cast without a call"
-        )
+        why = f"{chosen.program} does not call that itself; leave the option out to cast without a call"
+        say(f"--opt-level {level} casts what a program gives to apex's amp.initialize(), and {why}")
 
 
 def parser() -> argparse.ArgumentParser:

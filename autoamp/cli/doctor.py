@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import pkgutil
 import platform
 import sys
 from collections import Counter
@@ -145,9 +146,8 @@ def _lists(kind: str) -> list[str]:
 
 def _consistency(name: str, device_type: str) -> Consistency:
     """Compare the paths of the model that a function returns, under the handle that it made or a new one."""
-    module, _, attribute = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)()
+        made = pkgutil.resolve_name(name)()
     except (Exception, SystemExit) as error:
         raise UsageError(f"--consistency {name}: {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple):

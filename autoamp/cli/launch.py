@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib.machinery
-import importlib.util
-import io
 import json
 import multiprocessing.spawn
 import os
@@ -26,8 +24,8 @@ from autoamp.cli.output import is_python
 from autoamp.cli.startup import set_up_child
 from autoamp.errors import UsageError
 
-# Holds JSON for children: the options, and how to find their ``__main__``.
-CHILD_VARIABLE = "AUTOAMP_RUN"
+# Holds JSON for children: the options, and the module or else the path of the program.
+_CHILD_VARIABLE = "AUTOAMP_RUN"
 
 # The main module of children.
 _CHILD_MAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "child_main.py")
@@ -58,7 +56,9 @@ def prepared(chosen: argparse.Namespace, options: Mapping[str, Any]) -> Callable
 
     def run() -> None:
         sys.argv = [str(main.__file__) if chosen.is_module else chosen.program, *chosen.args]
-        _tell_children(chosen, options)
+        module = None if main.__spec__ is None else main.__spec__.name
+        os.environ[_CHILD_VARIABLE] = json.dumps([dict(options), module, main.__file__])
+        _prepare_children()
         sys.modules["__main__"] = main
         try:
             exec(code, vars(main))
@@ -94,45 +94,31 @@ def _script_code(path: str, main: types.ModuleType) -> types.CodeType:
             f"{path!r} is a notebook, not a script; begin it with a cell of `%load_ext autoamp` and `%autoamp on`, "
             f"or make a script of it: jupyter nbconvert --to script {path}"
         )
-    try:
-        with io.open_code(file) as stream:
-            source = stream.read()
-    except OSError as error:
-        raise UsageError(f"can't open file {path!r}: {error.strerror}") from None
     main.__file__ = file
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
+    main.__loader__ = loader = importlib.machinery.SourceFileLoader("__main__", file)
     # As Python has it for a script: None, by which multiprocessing knows to look at the file.
     main.__spec__ = None
     vars(main)["__cached__"] = None
-    code: types.CodeType = compile(source, file, "exec", dont_inherit=True)
-    return code
+    try:
+        return loader.source_to_code(loader.get_data(file), file)
+    except OSError as error:
+        raise UsageError(f"can't open file {path!r}: {error.strerror}") from None
 
 
 def _module_code(name: str, main: types.ModuleType) -> types.CodeType:
-    spec = _spec_of(name)
-    loader: Any = None if spec is None else spec.loader
-    code: types.CodeType | None = None if spec is None or loader is None else loader.get_code(spec.name)
-    if spec is None or code is None:
-        raise UsageError(f"no module named {name!r} can be run; give a module, or a package with a __main__")
+    code: types.CodeType
+    try:
+        # What ``python -m`` calls, and pdb.
+        _, spec, code = runpy._get_module_details(name, UsageError)  # type: ignore[attr-defined]
+    except UsageError:
+        remedy = "give a module, or a package with a __main__"
+        raise UsageError(f"no module named {name!r} can be run; {remedy}") from None
     main.__file__ = spec.origin
-    main.__loader__ = loader
+    main.__loader__ = spec.loader
     main.__package__ = spec.parent
     main.__spec__ = spec
     vars(main)["__cached__"] = spec.cached
     return code
-
-
-def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
-    try:
-        spec = None if name.startswith(".") else importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            # A package above the module was found, and imports something that was not.
-            raise
-        return None
-    return spec
 
 
 def _begin_tracebacks_at(names: dict[str, Any]) -> None:
@@ -151,15 +137,8 @@ def _begin_tracebacks_at(names: dict[str, Any]) -> None:
     sys.excepthook = excepthook
 
 
-def _tell_children(chosen: argparse.Namespace, options: Mapping[str, Any]) -> None:
+def _prepare_children() -> None:
     """Let multiprocessing start its children with our file as their main module; see `names_of_main`."""
-    os.environ[CHILD_VARIABLE] = json.dumps(
-        {
-            "options": dict(options),
-            "program": chosen.program if chosen.is_module else os.path.abspath(chosen.program),
-            "is_module": chosen.is_module,
-        }
-    )
     original: Callable[..., dict[str, Any]] = multiprocessing.spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -177,14 +156,11 @@ def names_of_main() -> dict[str, Any]:
     if main.__name__ == "__mp_main__":
         # A fork of a server that has imported the program: from Python 3.14 on multiprocessing's forkserver does so.
         return dict(vars(main))
-    chosen = argparse.Namespace(**json.loads(os.environ[CHILD_VARIABLE]))
-    set_up_child(chosen.options)
+    options, module, path = json.loads(os.environ[_CHILD_VARIABLE])
+    set_up_child(options)
     # Grandchildren want the same.
-    _tell_children(chosen, chosen.options)
-    if not chosen.is_module:
-        return runpy.run_path(chosen.program, run_name="__mp_main__")
-    spec = _spec_of(chosen.program)
-    if spec is None or spec.name.endswith(".__main__"):
-        # As multiprocessing has it: the __main__ of a package is run, and not imported.
-        return {}
-    return runpy.run_module(chosen.program, run_name="__mp_main__", alter_sys=True)
+    _prepare_children()
+    if module is None:
+        return runpy.run_path(path, run_name="__mp_main__")
+    # As multiprocessing has it: the __main__ of a package is run, and not imported.
+    return {} if module.endswith(".__main__") else runpy.run_module(module, run_name="__mp_main__", alter_sys=True)

@@ -45,29 +45,27 @@ def prepared_run(chosen: argparse.Namespace) -> Callable[[], None]:
             f"autoamp run {'-m ' * chosen.is_module}{chosen.program} would not reach the processes that it starts; "
             "use torchrun [its options] -m autoamp run [options] script.py"
         )
-    options = Options.from_command_line(chosen)
-    judged, reports = chosen.fail_on is not None, chosen.report is not None
-    if judged or reports:
-        # On every rank: either all ranks trace, or none.
-        options = replace(options, trace_overflow=True)
-    path = writable("--report", chosen.report) if reports else None
+    options, first = Options.from_command_line(chosen), os.environ.get("RANK", "0") == "0"
+    # Either all ranks trace, or none. The first one alone speaks.
+    traces = options.trace_overflow or chosen.fail_on is not None or chosen.report is not None
+    options = replace(options, trace_overflow=traces, quiet=options.quiet or not first)
+    path = None if chosen.report is None else writable("--report", chosen.report)
     if path is not None and is_page(path):
         check_report_tools()
     elif path is not None and path.suffix.lower() != ".json":
         raise UsageError(f"--report {chosen.report!r} must end in .html for a page, or in .json")
     # The program's own path first: it decides what `apex` is, and a package is imported to find its module.
     take_path(chosen)
-    first = os.environ.get("RANK", "0") == "0"
-    reports, options = reports and first, replace(options, quiet=chosen.quiet or not first)
+    path = path if first else None
     # --fail-on needs no sampled steps.
-    run = set_up(options, record=judged or reports, sample=reports)
+    run = set_up(options, record=path is not None or chosen.fail_on is not None, sample=path is not None)
     run_program = prepared(chosen, asdict(run.options))
     real = real_apex()
     if first and real is not None and options.apex and not options.shadow_apex:
         added = added_to_real_apex()
         what = f"autoamp adds what it lacks: {', '.join(added)}" if "amp" in added else "it takes the imports"
         say(f"a real apex is installed ({real}); {what}; --shadow-apex hides it")
-    end = _RunEnd(run, chosen, path if first else None)
+    end = _RunEnd(run, chosen, path)
 
     def run_and_note() -> None:
         try:
@@ -143,12 +141,11 @@ class _RunEnd:
             return
         fail_on = self._chosen.fail_on
         self._document = {} if fail_on is None and self._path is None else self._run.end_recording()
-        if exit_code == 0 and fail_on is not None and self._document:
-            found = failures(self._document, fail_on)
-            if found:
-                self._exit_code = FAILED
-                say("\n  ".join([f"--fail-on {fail_on}:", *found]))
-                raise SystemExit(FAILED)
+        found = failures(self._document, fail_on) if exit_code == 0 and fail_on and self._document else []
+        if found:
+            self._exit_code = FAILED
+            say("\n  ".join([f"--fail-on {fail_on}:", *found]))
+            raise SystemExit(FAILED)
 
     def tell(self) -> None:
         """Write the summary and the report."""
@@ -164,11 +161,10 @@ class _RunEnd:
             return
         try:
             write_report(self._path, {**self._document, **vars(report)})
-        except UsageError as error:
-            say(str(error))
-        else:
             if not self._run.options.quiet:
                 say(f"report written to {self._chosen.report}")
+        except UsageError as error:
+            say(str(error))
 
     def _terminated(self, number: int, frame: object) -> None:
         """Write both also after SIGTERM. The process then dies of that signal, as it would have."""

@@ -50,9 +50,8 @@ def tune(chosen: argparse.Namespace) -> int:
     """Tune, write the list and print the result. Returns the exit code."""
     output = writable("--output", chosen.output)
     if output.exists():
-        raise UsageError(
-            f"--output {chosen.output!r} exists; move it away, because the runs would use it as the project's list"
-        )
+        remedy = "move it away, because the runs would use it as the project's list"
+        raise UsageError(f"--output {chosen.output!r} exists; {remedy}")
     if chosen.seeds < 1:
         raise UsageError("--seeds must be 1 or more")
     if not chosen.max_error >= 0:

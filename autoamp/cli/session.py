@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import multiprocessing.util
 import os
 import sys
@@ -18,8 +17,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from autoamp import core, tools
+from autoamp.apex import fastai1
 from autoamp.apex.alias import added_to_real_apex, explain_real_apex, install_as_apex, real_apex
-from autoamp.apex.fastai1 import watch as watch_fastai1
 from autoamp.apex.levels import LevelName, check_level
 from autoamp.cli.first_step import FirstStep
 from autoamp.cli.memory import keep_freed_memory, peak_rss
@@ -28,7 +27,6 @@ from autoamp.cli.report import Report
 from autoamp.core import (
     AUTOCAST,
     CastState,
-    ModuleCasts,
     OnNonfinite,
     Runtime,
     StaticLossScaler,
@@ -137,9 +135,9 @@ def set_up(options: Options, *, record: bool = False, sample: bool = True) -> Ru
         )  # fmt: skip
     elif real is not None:
         explain_real_apex()
-    watch_fastai1()
+    fastai1.watch()
     if options.fastai1:
-        importlib.import_module("autoamp.apex.fastai1").enable()
+        fastai1.enable()
     # After the import of torch is early enough: it frees little memory.
     memory = keep_freed_memory() if options.keep_memory and device_type == "cpu" else None
     return Run(options, handle, record=record, sample=sample, memory=memory)
@@ -188,7 +186,8 @@ class Run:
         self._parameters: dict[str, int] | None = None
         # Whether those models are trained by fp32 masters. At the end of the program they may be gone.
         self._masters = False
-        self._first_step: FirstStep | None = None
+        self._first_step = FirstStep()
+        self._listening.callback(self._first_step.stop)
         self._half_losses = HalfLosses()
         self._scaling = handle.auto_scale()
         if record:
@@ -196,8 +195,6 @@ class Run:
             self._half_losses.start()
             self._listening.callback(self._half_losses.stop)
         if record or not options.quiet:
-            self._first_step = FirstStep()
-            self._listening.callback(self._first_step.stop)
             self.follow(self._count)
         if options.capsule is not None or options.dtype is not None:
             self.follow(self._check_options)
@@ -232,8 +229,7 @@ class Run:
             self._counts.append(counts)
         if now.casts not in self._casts:
             self._casts.append(now.casts)
-        if self._first_step is not None:
-            self._first_step.begin(now.optimizers.listeners)
+        self._first_step.begin(now.optimizers.listeners)
         # The models that the program gave to `initialize`, while they are there.
         models = list(now.setups)
         if models:
@@ -260,8 +256,7 @@ class Run:
     def tell_in_forks(self) -> None:
         """Let each fork of this process, and each fork of these, write a summary of its own when it ends."""
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
-            os.register_at_fork(after_in_child=self.tell_at_end)
+            os.register_at_fork(after_in_child=self._forked)
         # Where the work of a fork begins, multiprocessing drops all finalizers and then calls this.
         multiprocessing.util.register_after_fork(self, Run.tell_at_end)
 
@@ -279,8 +274,8 @@ class Run:
             for line in report.summary():
                 say(f"process {os.getpid()}: {line}")
 
-    def _reset(self) -> None:
-        """Reset what is counted in a fork, since its parent has it."""
+    def _forked(self) -> None:
+        """Begin anew in a fork, since its parent has what was counted before."""
         for counts in self._counts:
             counts.reset()
         for casts in self._casts:
@@ -295,14 +290,14 @@ class Run:
         with contextlib.suppress(RuntimeError):
             self._inherited = done.all, done.skipped, now.nonfinite.total
         self._began = time.perf_counter()
+        self.tell_at_end()
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return the report of this process up to now. Its attributes are the values of ``--report``."""
         now, casts_some = runtime_of(self._now), isinstance(self._now, Handle)
         self._listening.close()
         functions, ops, casts = self._exact_counts() if self._record else self._integers()
-        scoped = now.casts if isinstance(now.casts, ModuleCasts) else None
-        own = {} if scoped is None else {dtype_name(dtype): count for dtype, count in scoped.own_dtypes.most_common()}
+        own = {dtype_name(dtype): count for dtype, count in now.casts.own_dtypes.most_common()}
         # A list of a package that was not imported has no effect.
         absent = {str(one.file) for one, _ in package_tables() if one.library not in sys.modules}
         # torchrun sets these.
@@ -323,13 +318,13 @@ class Run:
             seconds=time.perf_counter() - self._began,
             exit_code=exit_code,
             # Why none was counted of a program that steps; None where some were, or it is not known.
-            no_ops=None if ops or self._first_step is None else self._first_step.why_no_op(now.casts),
+            no_ops=None if ops else self._first_step.why_no_op(now.casts),
             # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
             # The entries of the user's lists that had no effect, by name, each with a message.
             unmatched={**now.patched.unmatched_rules(), **now.precisions.unmatched()},
             # What the program computes in half precision with, so that casts ended there; else None.
-            casts_left_to=None if scoped is None else scoped.yielded_to,
+            casts_left_to=now.casts.yielded_to,
             # The half dtypes that the program itself computed in, of torch.autocast by regions entered.
             own_dtypes=own,
             # How many elements the parameters have that `initialize` was given, by their dtype; else None.
@@ -370,8 +365,7 @@ class Run:
 
     def _dtype(self, now: Runtime, own: Mapping[str, int]) -> str:
         """Return the dtype that the program ran in: its own, where it has its own mixed precision."""
-        yielded_to = now.casts.yielded_to if isinstance(now.casts, ModuleCasts) else None
-        if yielded_to is not None and (own or yielded_to == AUTOCAST):
+        if now.casts.yielded_to is not None and (own or now.casts.yielded_to == AUTOCAST):
             return next(iter(own), "float32")
         if now.settings.opt_level is not None and not now.settings.table.rules:
             # O0: nothing is cast, and no parameter is in half precision.

@@ -18,22 +18,17 @@ from autoamp.torch_private import compiled_graphs
 
 SCHEMA, KIND = 4, "autoamp.run"
 
-# The kinds of an `Overflow` that the search for the loss scale does not explain, as people read them.
-_FAULTS = {
-    "half_precision_op": "half-precision op",
-    "not_finite_in_fp32": "not finite in fp32 either",
-    "communication": "communication",
+# The kinds of an `Overflow` as people read them, and in a sentence: so many steps were skipped by this.
+_KINDS = {
+    "scale_search": ("scale search", "by the search for the loss scale"),
+    "half_precision_op": ("half-precision op", "by an op in half precision"),
+    "not_finite_in_fp32": ("not finite in fp32 either", "by values that are not finite in fp32 either"),
+    "communication": ("communication", "by the communication of gradients"),
+    "not_located": ("not located", "by a cause that was not located"),
+    "unexplained": ("unexplained", "by a cause that was not looked for"),
 }
-_NAMES = {"scale_search": "scale search", **_FAULTS, "not_located": "not located", "unexplained": "unexplained"}
-# The same in a sentence: so many steps were skipped by this.
-_BY = {
-    "scale_search": "by the search for the loss scale",
-    "half_precision_op": "by an op in half precision",
-    "not_finite_in_fp32": "by values that are not finite in fp32 either",
-    "communication": "by the communication of gradients",
-    "not_located": "by a cause that was not located",
-    "unexplained": "by a cause that was not looked for",
-}
+# Those that the search for the loss scale does not explain, and whose cause was found.
+_FAULTS = ("half_precision_op", "not_finite_in_fp32", "communication")
 
 
 def report_of(recording: ReportRecording | None, nonfinite: NonFiniteSteps, table: CastTable) -> dict[str, Any]:
@@ -171,7 +166,7 @@ def _skips(recording: ReportRecording) -> dict[str, Any]:
         group = groups.setdefault(
             (kind, cause, fails := overflow is not None and overflow.is_failure),
             {
-                "kind": kind, "name": _NAMES[kind], "count": 0, "first": step, "fails": fails,
+                "kind": kind, "name": _KINDS[kind][0], "count": 0, "first": step, "fails": fails,
                 "sentence": "the step was skipped; trace_overflow was off" if overflow is None
                 else str(replace(overflow, suggestion=None)),
                 "remedy": None if overflow is None else overflow.suggestion,
@@ -200,9 +195,9 @@ def _verdict(
     counts = Counter(event["kind"] for event in skips["events"])
     sentence = f"{skips['total']} of {recording.steps} steps skipped"
     if len(counts) == 1 and skips["total"] > 1:
-        sentence += f", all {_BY[next(iter(counts))]}"
+        sentence += f", all {_KINDS[next(iter(counts))][1]}"
     elif counts:
-        sentence += ": " + ", ".join(f"{count} {_BY[kind]}" for kind, count in counts.items())
+        sentence += ": " + ", ".join(f"{count} {_KINDS[kind][1]}" for kind, count in counts.items())
     located = [group["overflow"] for group in skips["groups"] if group["kind"] in _FAULTS]
     forward = next((one for one in located if one["phase"] == "forward"), None)
     unchecked = _unchecked(recording.optimizers, recording.check.compared)
@@ -221,8 +216,7 @@ def _verdict(
         sentence += f"; {losses[0]['sentence']}"
     if inferences["nonfinite"]:
         sentence = f"{inferences['sentence']}; {sentence}"
-    is_bad = bool(inferences["nonfinite"] or faults or losses)
-    is_bad = is_bad or any(group["fails"] for group in skips["groups"])
+    is_bad = bool(inferences["nonfinite"] or faults or losses or any(group["fails"] for group in skips["groups"]))
     if not is_bad and (farthest := recording.check.farthest) is not None:
         sentence += f"; of {counted(recording.check.compared, 'step')} compared with fp32 {farthest}"
         if (source := recording.check.source) is not None:

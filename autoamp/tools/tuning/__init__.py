@@ -17,4 +17,3 @@ from autoamp.tools.tuning.search import Search as Search
 from autoamp.tools.tuning.search import Stopped as Stopped
 from autoamp.tools.tuning.survey import SurveyEnded as SurveyEnded
 from autoamp.tools.tuning.survey import Surveyor as Surveyor
-from autoamp.tools.tuning.survey import time_of as time_of

@@ -31,15 +31,6 @@ class SurveyEnded(BaseException):
     """Ends a program that has run for long enough. Not an `Exception`, so that programs do not handle it."""
 
 
-def time_of(run: Callable[[], Any], seconds: float = 0.02) -> float:
-    """Return the seconds of a call: the median of blocks of calls, which together take about ``seconds``."""
-    # Here, since its import takes a fifth of a second, and every program imports this package.
-    from torch.utils.benchmark import Timer
-
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=seconds).median)
-
-
 @dataclass
 class _Sample:
     """The first call of a use, with copies of its arguments; ``arguments`` is None if there was no room for them."""
@@ -179,6 +170,10 @@ class Surveyor(RangeProfile):
         use.error = max((math.inf if math.isnan(error) else error for error in errors), default=None)
 
     def _times(self, sample: _Sample) -> dict[str, float]:
+        """Return the median seconds of a call by `VARIANTS`, of blocks that take a fiftieth of a second together."""
+        # Here, since its import takes a fifth of a second, and every program imports this package.
+        from torch.utils.benchmark import Timer
+
         if sample.arguments is None:
             return {}
         half = self._handle.settings.dtype
@@ -188,7 +183,9 @@ class Surveyor(RangeProfile):
             # Some ops have no kernel for half arguments.
             refused = contextlib.suppress(RuntimeError, NotImplementedError, TypeError, ValueError)
             with refused, self._handle.disable_casts(), torch.enable_grad():
-                found[name] = time_of(_repeatable(sample.function, sample.arguments, dtype, within))
+                run = _repeatable(sample.function, sample.arguments, dtype, within)
+                timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+                found[name] = float(timer.blocked_autorange(min_run_time=0.02).median)
         return found
 
 
