@@ -21,7 +21,7 @@ from torch import Tensor
 from autoamp import torch_private
 from autoamp.core.casts import HALF_MODEL, CastState
 from autoamp.core.optimizers import GuardedOptimizers
-from autoamp.core.patches import CompilerTables, PatchSet, mark, name_by, writing
+from autoamp.core.patches import PatchSet, ScriptTable, mark, name_by, teach_dynamo, writing
 from autoamp.core.policies import build_replacement
 from autoamp.core.rules import CastPolicy, CastRule, CastTable
 from autoamp.core.scope import autocast_functions
@@ -142,7 +142,7 @@ class PatchedTorch:
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._optimizers = optimizers
         self.patches = PatchSet()
-        self._compilers = CompilerTables()
+        self._scripted = ScriptTable()
         self._registered: list[Target] = []
         # The rules that patched nothing so far: their module is not imported, or has no such name.
         self._waiting: list[tuple[CastRule, bool]] = []
@@ -175,14 +175,14 @@ class PatchedTorch:
                     asked = () if settings.half_table is not None else autocast_functions(casts)
                     functions = sites.patch(self.patches, (*unlisted_functions(casts), *asked))
                     for original, replacement in functions.values():
-                        self._compilers.add(original, replacement)
+                        self._scripted.add(original, replacement)
                     # Of several targets for one attribute the last: a registration goes before the lists.
                     self._patch_targets((*expansion.targets, *registered), within.targets, functions)
                     for of_half_models, found in enumerate((expansion, within)):
                         for rule in found.deferred:
                             self._defer(rule, bool(of_half_models))
                     local = casts.local
-                    self._compilers.teach_dynamo(
+                    teach_dynamo(
                         self.patches,
                         lambda function: local.with_mode(function, False, forced_off=True),
                         lambda function: local.with_mode(function, local.traced.on, local.traced.forced_off),
@@ -221,7 +221,7 @@ class PatchedTorch:
     def _take_back(self) -> tuple[str, ...]:
         self._optimizers.sites.restore()
         foreign = self.patches.restore()
-        self._compilers.forget()
+        self._scripted.forget()
         self._built.clear()
         self._named.clear()
         self._waiting.clear()
@@ -299,7 +299,7 @@ class PatchedTorch:
             self._built[key] = (target, replacement)
             if not isinstance(target.original, types.FunctionType):
                 self._named[id(replacement)] = target
-            self._compilers.add(target.original, replacement)
+            self._scripted.add(target.original, replacement)
         return self._built[key][1]
 
     def _defer(self, rule: CastRule, of_half_models: bool) -> None:
