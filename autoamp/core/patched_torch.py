@@ -21,6 +21,7 @@ from torch import Tensor
 from autoamp import torch_private
 from autoamp.core.casts import HALF_MODEL, CastState
 from autoamp.core.optimizers import GuardedOptimizers
+from autoamp.core.patch_sites import Place
 from autoamp.core.patches import PatchSet, ScriptTable, mark, name_by, teach_dynamo, writing
 from autoamp.core.policies import build_replacement
 from autoamp.core.rules import CastPolicy, CastRule, CastTable
@@ -47,8 +48,8 @@ _REDONE = (
 _WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS, *_FILLS)), "fill_", "__setitem__"))
 
 
-def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield the owner and the name of each, and what builds the replacement that `PatchSites.patch` names and marks."""
+def unlisted_functions(casts: CastState) -> Iterator[Place]:
+    """Yield where each is, and what builds the replacement that `PatchSites.patch` names and marks."""
     yield torch.backends.mha, "get_fastpath_enabled", partial(_build_fast_path_check, casts=casts)
     yield torch.nn.RNNBase, "check_input", partial(build_check_input, casts=casts)
     for kind in torch_private.SCRIPTED:
