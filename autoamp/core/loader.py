@@ -73,10 +73,10 @@ def _folder_of(package: str) -> str | None:
     return spec.submodule_search_locations[0] if spec is not None and spec.submodule_search_locations else None
 
 
-def _read(path: Path | Traversable, name: str, asked_by: RuleSource) -> ListSet:
+def _read(path: Path, asked_by: RuleSource) -> ListSet:
     """Read and check a list file. Where it cannot be read the error names `asked_by`, which asks for it."""
     remedy = f"give the path of a list file, or a shipped set: {choices(shipped_sets())}"
-    return _checked(_read_bytes(path, asked_by, repr(name), remedy), name, asked_by.shipped)
+    return _checked(_read_bytes(path, asked_by, repr(str(path)), remedy), str(path), False)
 
 
 def _read_bytes(path: Path | Traversable, asked_by: RuleSource, name: str, remedy: str) -> bytes:
@@ -91,7 +91,7 @@ def _read_bytes(path: Path | Traversable, asked_by: RuleSource, name: str, remed
 
 @functools.lru_cache(maxsize=8)
 def _checked(raw: bytes, name: str, shipped: bool) -> ListSet:
-    """Check the content of a list file. Each handle reads the shipped sets again: to check them once is enough."""
+    """Check the content of a list file. Each handle reads its files again: to check what they say once is enough."""
     data, lines = parse_toml(raw, name)
     return ListSet(Source(name, Path(name).parent, shipped, lines), data, schema_needed=True)
 
@@ -104,11 +104,17 @@ def _read_named(ref: str, asked_by: RuleSource, folder: Path) -> ListSet:
             return _read_pyproject(path) or fail(
                 asked_by, f"{ref!r} has no table [tool.autoamp]; add it, or remove {ref!r}"
             )
-        return _read(path, str(path), replace(asked_by, shipped=False))
+        return _read(path, replace(asked_by, shipped=False))
     if ref not in (valid := shipped_sets()):
         remedy = f"Choose {choices(valid)}, or give a path: it has a separator or ends in '.toml'"
         fail(asked_by, f"list set {ref!r} is unknown; {did_you_mean(ref, valid)} {remedy}")
-    return _read(_shipped_folder() / f"{ref}.toml", f"lists/{ref}.toml", replace(asked_by, shipped=True))
+    return _shipped_set(ref)
+
+
+@functools.cache
+def _shipped_set(name: str) -> ListSet:
+    """Return a set that comes with the package, whose files do not change while it runs."""
+    return _checked((_shipped_folder() / f"{name}.toml").read_bytes(), f"lists/{name}.toml", True)
 
 
 def _read_pyproject(path: Path) -> ListSet | None:
@@ -117,11 +123,17 @@ def _read_pyproject(path: Path) -> ListSet | None:
         return None
     raw = _read_bytes(path, RuleSource(str(path), None, False), "the file", "run in another folder, or repair it")
     # An error in a file that never mentions autoamp is not ours to report.
-    data, lines = parse_toml(raw if b"autoamp" in raw else b"", str(path))
+    return _checked_pyproject(raw, str(path)) if b"autoamp" in raw else None
+
+
+@functools.lru_cache(maxsize=8)
+def _checked_pyproject(raw: bytes, name: str) -> ListSet | None:
+    """Check the content of a pyproject.toml; None where it has no table of ours."""
+    data, lines = parse_toml(raw, name)
     tool = data.get("tool")
     if not isinstance(tool, dict) or (table := tool.get("autoamp")) is None:
         return None
-    source = Source(str(path), path.parent, lines=lines, under=("tool", "autoamp"))
+    source = Source(name, Path(name).parent, lines=lines, under=("tool", "autoamp"))
     if not isinstance(table, dict):
         fail(source.at(), f"tool.autoamp must be a table; got {table!r} ({type(table).__name__})")
     return ListSet(source, table)
@@ -134,7 +146,7 @@ def _discover(start: Path) -> ListSet | None:
         found = _read_pyproject(pyproject)
         if os.path.isfile(project):
             origin, of_pyproject = RuleSource(str(project), None, False), found
-            found = _read(project, str(project), origin)
+            found = _read(project, origin)
             if of_pyproject is not None and _PYPROJECT not in (found.extends or ()):
                 remedy = f'keep one of the two, or add extends = ["{_PYPROJECT}"] to {PROJECT_FILE}'
                 fail(origin, f"the same folder has [tool.autoamp] in {pyproject}; {remedy}")
@@ -143,6 +155,7 @@ def _discover(start: Path) -> ListSet | None:
     return None
 
 
+@functools.cache
 def _shipped_folder() -> Traversable:
     try:
         return importlib.resources.files("autoamp.lists")
@@ -151,6 +164,7 @@ def _shipped_folder() -> Traversable:
         return Path(__file__).resolve().parents[2] / "lists"
 
 
+@functools.cache
 def shipped_sets() -> tuple[str, ...]:
     """Return the names of the list sets that come with the package, sorted."""
     return tuple(sorted(file.name[:-5] for file in _shipped_folder().iterdir() if file.name.endswith(".toml")))
@@ -221,7 +235,9 @@ class _Layers:
         for item, ref in enumerate(found.lists):
             self.add(ref, found.source.at("lists", item=item), found.source.folder)
         self.opened = self.opened[:-1]
-        self._extend(found, (found.source.name,))
+        self.base_chosen |= found.extends is not None
+        for item, ref in enumerate(found.extends or ()):
+            self.add_base(ref, found.source.at("extends", item=item), found.source.folder, (found.source.name,))
         self.own.append(found.own)
 
     def add_base(self, ref: str, asked_by: RuleSource, folder: Path, chain: tuple[str, ...]) -> None:
@@ -231,16 +247,10 @@ class _Layers:
         name = found.source.name
         _check_chain("extends", name, chain, asked_by)
         if name not in self.bases:
-            self._extend(found, (*chain, name))
-            for item, other in enumerate(found.lists):
-                self.add_base(other, found.source.at("lists", item=item), found.source.folder, (*chain, name))
+            for key, others in (("extends", found.extends or ()), ("lists", found.lists)):
+                for item, other in enumerate(others):
+                    self.add_base(other, found.source.at(key, item=item), found.source.folder, (*chain, name))
             self.bases[name] = found.own
-
-    def _extend(self, found: ListSet, chain: tuple[str, ...]) -> None:
-        """Add what a list set extends. ``chain`` has the names of the sets that led here, to find circles by."""
-        self.base_chosen |= found.extends is not None
-        for item, ref in enumerate(found.extends or ()):
-            self.add_base(ref, found.source.at("extends", item=item), found.source.folder, chain)
 
 
 def load_table(
@@ -275,8 +285,11 @@ def load_table(
     if (found := _discover(here / start if start else here)) is not None:
         layers.add_own(found)
     paths = (os.environ if environ is None else environ).get(ENVIRONMENT_VARIABLE, "")
-    layers.add([item for item in paths.split(os.pathsep) if item], RuleSource(ENVIRONMENT_VARIABLE, None, False), here)
-    layers.add(() if lists is None else lists, RuleSource("lists=", None, False), here)
+    if paths:
+        origin = RuleSource(ENVIRONMENT_VARIABLE, None, False)
+        layers.add([item for item in paths.split(os.pathsep) if item], origin, here)
+    if lists is not None:
+        layers.add(lists, RuleSource("lists=", None, False), here)
     if not layers.base_chosen:
         layers.add_base(base, RuleSource("base=", None, False), here, ())
     packages = (table for _, table in package_tables()) if layers.bases else ()

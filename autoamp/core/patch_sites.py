@@ -40,6 +40,10 @@ Told = Sequence[Callable[..., Any]]
 """The methods of parts that are called at a site, in their order: of wrappers the first is outermost."""
 
 
+Place = tuple[Any, str, Callable[[Any], Any]]
+"""A module, class or object, the attribute that is replaced, and what builds the replacement from the original."""
+
+
 @dataclass
 class Parts:
     """The parts of a handle that stand where torch is patched beside the lists.
@@ -75,11 +79,7 @@ class PatchSite:
     parent: Any
     name: str | None
     told: Told
-    build: Callable[[Any, Told], Any]
-
-    def replacement_of(self, original: Any) -> Any:
-        """Build what takes the place of the attribute."""
-        return self.build(original, self.told)
+    build: Callable[..., Any]
 
 
 def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSite]:
@@ -125,9 +125,7 @@ def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSi
         yield PatchSite(Module, name, registered, _hook_of)
     for name in ("register_module_full_backward_hook", "register_module_full_backward_pre_hook"):
         yield PatchSite(torch.nn.modules.module, name, registered, _hook_of_all)
-    # The last two came with torch 2.6.
-    pair = ("get_total_norm", "clip_grads_with_norm_") if hasattr(torch.nn.utils, "get_total_norm") else ()
-    for name in ("clip_grad_norm_", "clip_grad_value_", *pair):
+    for name in ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"):
         yield PatchSite(torch.nn.utils, name, [parts.steps.clips_gradients], _before_clipping)
     for name in ("__init__", "__setstate__"):
         yield PatchSite(Optimizer, name, [class_made, parts.steps.optimizer_made, auto_scaling.optimizer_made], _after)
@@ -235,49 +233,7 @@ def _each(told: Told, function: Any, *args: Any, **kwargs: Any) -> Any:
     return function
 
 
-# -- steps --
-
-
-class StepPatches:
-    """The ``step`` of every class of torch's optimizers, replaced while a handle is active.
-
-    Torch wraps the ``step`` of each class of optimizers to run hooks. The wrapper is replaced in the class. A wrapper
-    that was bound before that, as by an LR scheduler, is met as well: the function that it calls is replaced in its
-    closure.
-
-    Args:
-        told: The methods that stand around steps, the first outermost.
-        patches: Take the replacements.
-    """
-
-    def __init__(self, told: Told, patches: PatchSet) -> None:
-        self._told = told
-        self._patches = patches
-        # The closure cells of torch's wrappers that were written to, with their contents before.
-        self._cells: list[tuple[Any, Any]] = []
-        for cls in _subclasses(Optimizer):
-            self.reach(cls)
-
-    def restore(self) -> None:
-        """Restore what is not in the patches, and replace no more steps."""
-        for cell, original in self._cells:
-            cell.cell_contents = original
-        self._cells = []
-
-    def reach(self, cls: type) -> None:
-        """Replace the steps of a class and of those that it derives from, as far as torch has put its hooks there."""
-        replaced = {id(patch.parent) for patch in self._patches if patch.attribute == "step"}
-        for base in cls.__mro__:
-            step = vars(base).get("step")
-            if getattr(step, "hooked", False) and id(base) not in replaced:
-                original = original_of(step)
-                replacement = _around(original, self._told)
-                if replacement is original:
-                    continue
-                self._patches.replace(base, "step", imitate(replacement, original))
-                for cell in _cells_of_wrapped(original):
-                    self._cells.append((cell, cell.cell_contents))
-                    cell.cell_contents = _around(cell.cell_contents, self._told)
+# -- steps of optimizers --
 
 
 def _cells_of_wrapped(step: Any) -> Iterator[Any]:
@@ -303,60 +259,66 @@ def _subclasses(cls: type) -> Iterator[type]:
 class PatchSites:
     """The sites of one handle, patched from `patch` to `restore`.
 
+    Torch wraps the ``step`` of each class of optimizers to run hooks. The wrapper is replaced in the class. A wrapper
+    that was bound before that, as by an LR scheduler, is met as well: the function that it calls is replaced in its
+    closure.
+
     Attributes:
         parts: The parts that are told; None for none. Not to be set while torch is patched.
     """
 
     def __init__(self) -> None:
         self.parts: Parts | None = None
-        self._steps: StepPatches | None = None
-        # The sites that `patch` has patched, None where torch is not patched; the patches of those that `update` did.
-        self._patched: set[tuple[int, str | None]] | None = None
+        # What `patch` was given, None where torch is not patched; and the patches of the sites that `update` patched.
+        self._patches: PatchSet | None = None
         self._later = PatchSet()
+        # Where `patch` has patched.
+        self._patched: set[tuple[int, str]] = set()
+        # The classes whose step is replaced, and the cells of torch's wrappers with their contents before.
+        self._stepped: list[type] = []
+        self._cells: list[tuple[Any, Any]] = []
 
-    def patch(
-        self, patches: PatchSet, functions: Iterable[tuple[Any, str, Callable[[Any], Any]]]
-    ) -> dict[int, tuple[Any, Any]]:
+    def patch(self, patches: PatchSet, functions: Iterable[Place]) -> dict[int, tuple[Any, Any]]:
         """Patch torch for all parts that listen.
 
         Args:
             patches: Take the replacements, and are restored after `restore`.
-            functions: What else to replace: the parent, the attribute, and what builds the replacement.
+            functions: What else to replace.
 
         Returns:
             ``id(original) -> (original, replacement)`` of the functions of modules, which programs may hold by name.
         """
         replaced: dict[int, tuple[Any, Any]] = {}
-        self._patched = set()
-        if self.parts is not None:
-            self._steps = StepPatches([self.parts.steps.around_step], patches)
-        for site in self._sites():
-            self._patched.add((id(site.parent), site.name))
-            replaced |= _replace(site.parent, str(site.name), site.replacement_of, patches)
+        self._patches = patches
+        for cls in _subclasses(Optimizer):
+            self._reach(cls)
+        for parent, name, build in (*self._sites(), *functions):
+            self._patched.add((id(parent), name))
+            replaced |= _replace(parent, name, build, patches)
         for module in LATE_MODULES:
             patches.when_imported(module, lambda _: self.update())
-        for parent, name, build in functions:
-            replaced |= _replace(parent, name, build, patches)
         return replaced
 
     def update(self) -> None:
         """Patch torch for parts that began to listen, and restore what only those needed that stopped."""
         with writing:
             self._later.restore()
-            if self._patched is not None:
+            if self._patches is not None:
                 with self._later.all_or_nothing():
-                    for site in self._sites():
-                        if (id(site.parent), site.name) not in self._patched:
-                            _replace(site.parent, str(site.name), site.replacement_of, self._later)
+                    for parent, name, build in self._sites():
+                        if (id(parent), name) not in self._patched:
+                            _replace(parent, name, build, self._later)
 
     def restore(self) -> None:
         """Restore what is not in the patches that `patch` was given."""
         # Another thread may be within `update`.
         with writing:
-            self._patched = None
-            if self._steps is not None:
-                self._steps.restore()
-                self._steps = None
+            self._patches = None
+            self._patched.clear()
+            self._stepped.clear()
+            while self._cells:
+                cell, original = self._cells.pop()
+                cell.cell_contents = original
             self._later.restore()
 
     def started(self) -> None:
@@ -371,21 +333,34 @@ class PatchSites:
             for part in (self.parts.steps, self.parts.nonfinite):
                 part.stopped()
 
-    def _sites(self) -> Iterator[PatchSite]:
+    def _sites(self) -> Iterator[Place]:
         """Yield the sites that this torch has and at which a part listens; `torch_private` says what goes without.
 
         All parts of a site are told there, also those that begin to listen later: programs keep replacements by name.
         """
-        for site in () if self.parts is None else sites(self.parts, self._class_made):
-            is_there = site.parent is not None and site.name is not None
+        for site in () if self.parts is None else sites(self.parts, lambda optimizer: self._reach(type(optimizer))):
             # Parts that only listen at times say so.
-            if is_there and any(getattr(getattr(tell, "__self__", None), "is_listening", True) for tell in site.told):
-                yield site
+            is_heard = any(getattr(getattr(tell, "__self__", None), "is_listening", True) for tell in site.told)
+            if site.parent is not None and site.name is not None and is_heard:
+                yield site.parent, site.name, functools.partial(site.build, told=site.told)
 
-    def _class_made(self, optimizer: Any) -> None:
-        """Replace the step of a class of which this is the first instance."""
-        if self._steps is not None:
-            self._steps.reach(type(optimizer))
+    def _reach(self, cls: type) -> None:
+        """Replace the steps of a class and of those that it derives from, as far as torch has put its hooks there."""
+        if self._patches is None or self.parts is None:
+            return
+        told = [self.parts.steps.around_step]
+        for base in cls.__mro__:
+            step = vars(base).get("step")
+            if getattr(step, "hooked", False) and base not in self._stepped:
+                original = original_of(step)
+                replacement = _around(original, told)
+                if replacement is original:
+                    continue
+                self._patches.replace(base, "step", imitate(replacement, original))
+                self._stepped.append(base)
+                for cell in _cells_of_wrapped(original):
+                    self._cells.append((cell, cell.cell_contents))
+                    cell.cell_contents = _around(cell.cell_contents, told)
 
 
 def _replace(parent: Any, name: str, build: Callable[[Any], Any], patches: PatchSet) -> dict[int, tuple[Any, Any]]:

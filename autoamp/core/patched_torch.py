@@ -21,7 +21,8 @@ from torch import Tensor
 from autoamp import torch_private
 from autoamp.core.casts import HALF_MODEL, CastState
 from autoamp.core.optimizers import GuardedOptimizers
-from autoamp.core.patches import CompilerTables, PatchSet, mark, name_by, writing
+from autoamp.core.patch_sites import Place
+from autoamp.core.patches import PatchSet, ScriptTable, mark, name_by, teach_dynamo, writing
 from autoamp.core.policies import build_replacement
 from autoamp.core.rules import CastPolicy, CastRule, CastTable
 from autoamp.core.scope import autocast_functions
@@ -47,8 +48,8 @@ _REDONE = (
 _WRITING = tuple((Tensor, name) for name in (*(f"{name}_" for name in (*_CLAMPS, *_FILLS)), "fill_", "__setitem__"))
 
 
-def unlisted_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield the owner and the name of each, and what builds the replacement that `PatchSites.patch` names and marks."""
+def unlisted_functions(casts: CastState) -> Iterator[Place]:
+    """Yield where each is, and what builds the replacement that `PatchSites.patch` names and marks."""
     yield torch.backends.mha, "get_fastpath_enabled", partial(_build_fast_path_check, casts=casts)
     yield torch.nn.RNNBase, "check_input", partial(build_check_input, casts=casts)
     for kind in torch_private.SCRIPTED:
@@ -142,7 +143,7 @@ class PatchedTorch:
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._optimizers = optimizers
         self.patches = PatchSet()
-        self._compilers = CompilerTables()
+        self._scripted = ScriptTable()
         self._registered: list[Target] = []
         # The rules that patched nothing so far: their module is not imported, or has no such name.
         self._waiting: list[tuple[CastRule, bool]] = []
@@ -175,14 +176,14 @@ class PatchedTorch:
                     asked = () if settings.half_table is not None else autocast_functions(casts)
                     functions = sites.patch(self.patches, (*unlisted_functions(casts), *asked))
                     for original, replacement in functions.values():
-                        self._compilers.add(original, replacement)
+                        self._scripted.add(original, replacement)
                     # Of several targets for one attribute the last: a registration goes before the lists.
                     self._patch_targets((*expansion.targets, *registered), within.targets, functions)
                     for of_half_models, found in enumerate((expansion, within)):
                         for rule in found.deferred:
                             self._defer(rule, bool(of_half_models))
                     local = casts.local
-                    self._compilers.teach_dynamo(
+                    teach_dynamo(
                         self.patches,
                         lambda function: local.with_mode(function, False, forced_off=True),
                         lambda function: local.with_mode(function, local.traced.on, local.traced.forced_off),
@@ -221,7 +222,7 @@ class PatchedTorch:
     def _take_back(self) -> tuple[str, ...]:
         self._optimizers.sites.restore()
         foreign = self.patches.restore()
-        self._compilers.forget()
+        self._scripted.forget()
         self._built.clear()
         self._named.clear()
         self._waiting.clear()
@@ -299,7 +300,7 @@ class PatchedTorch:
             self._built[key] = (target, replacement)
             if not isinstance(target.original, types.FunctionType):
                 self._named[id(replacement)] = target
-            self._compilers.add(target.original, replacement)
+            self._scripted.add(target.original, replacement)
         return self._built[key][1]
 
     def _defer(self, rule: CastRule, of_half_models: bool) -> None:

@@ -23,7 +23,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -145,42 +145,13 @@ class Patch:
     attribute: str
     replacement: Any
     previous: Any
-    rebinds: bool = False
-    mark: _Mark | None = None
-
-    @classmethod
-    def from_attribute(cls, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> Patch:
-        """Make a patch without applying it. PatchError where the parent has no attributes of its own."""
-        try:
-            previous = found = vars(parent).get(attribute, _ABSENT)
-        except TypeError as error:
-            raise PatchError(f"{type(parent).__name__}.{attribute} cannot be replaced: {error}") from error
-        if type(found) not in _MARKED_TYPES:
-            return cls(parent, attribute, replacement, previous, rebinds, mark_of(replacement))
-        # What is below the replacements whose sets were restored.
-        while (marked := mark_of(previous)) is not None and not marked.alive:
-            previous = marked.original
-        # A replacement of a restored set, put back by somebody who had patched on top of it, may replace an inherited
-        # attribute.
-        if previous is not found and _inherited(parent, attribute) is previous:
-            previous = _ABSENT
-        return cls(parent, attribute, replacement, previous, rebinds, mark_of(replacement))
+    rebinds: bool
+    mark: _Mark | None
 
     @property
     def name(self) -> str:
         """The dotted name of the patched attribute."""
         return f"{getattr(self.parent, '__name__', type(self.parent).__name__)}.{self.attribute}"
-
-    def apply(self) -> None:
-        """Write the replacement. PatchError where the attribute cannot be written."""
-        try:
-            wrapt.apply_patch(self.parent, self.attribute, self.replacement)
-        except (AttributeError, TypeError) as error:
-            raise self.refused(error) from error
-
-    def refused(self, error: Exception) -> PatchError:
-        """Return the error of an attribute that cannot be written."""
-        return PatchError(f"{self.name} cannot be replaced: {error}")
 
     def restore(self) -> bool:
         """Put back what was there. Return False, and change nothing, where the attribute has another value by now."""
@@ -204,15 +175,28 @@ def _inherited(parent: Any, attribute: str) -> Any:
     return next((vars(base)[attribute] for base in mro if attribute in vars(base)), _ABSENT)
 
 
+def _write(parent: Any, attribute: str, value: Any) -> Any:
+    """Write an attribute, and return what the parent itself had there; a sentinel for nothing.
+
+    Raises:
+        PatchError: The parent has no attributes of its own, or this one cannot be written.
+    """
+    try:
+        before = vars(parent).get(attribute, _ABSENT)
+        setattr(parent, attribute, value)
+    except (AttributeError, TypeError) as error:
+        name = f"{getattr(parent, '__name__', type(parent).__name__)}.{attribute}"
+        raise PatchError(f"{name} cannot be replaced: {error}") from error
+    return before
+
+
 def check_writable(parent: Any, attribute: str) -> None:
     """Raise PatchError where an attribute cannot be replaced: it is written with the value that it has already."""
     with writing:
         # Of a class the descriptor; of an object what its attribute is, which another thread may call meanwhile.
         find = inspect.getattr_static if isinstance(parent, type) else getattr
-        patch = Patch.from_attribute(parent, attribute, find(parent, attribute, None))
-        patch.apply()
-        if patch.previous is _ABSENT:
-            patch.restore()
+        if _write(parent, attribute, find(parent, attribute, None)) is _ABSENT:
+            delattr(parent, attribute)
 
 
 _waiting: dict[str, list[tuple[PatchSet, Callable[[types.ModuleType], None]]]] = {}
@@ -238,19 +222,23 @@ class PatchSet:
     @property
     def late_bound(self) -> tuple[str, ...]:
         """The dotted names that `rebind` replaced."""
-        return tuple(patch.name for patch in self if patch.rebinds)
+        return tuple(patch.name for patch in self._patches if patch.rebinds)
 
     def replace(self, parent: Any, attribute: str, replacement: Any, rebinds: bool = False) -> None:
         """Apply one patch and remember it. PatchError where the attribute cannot be written."""
-        patch = Patch.from_attribute(parent, attribute, replacement, rebinds)
-        # `Patch.apply` written out: hundreds are put in place at once.
-        try:
-            wrapt.apply_patch(parent, attribute, replacement)
-        except (AttributeError, TypeError) as error:
-            raise patch.refused(error) from error
-        self._patches.append(patch)
-        if patch.mark is not None:
-            patch.mark.alive = True
+        previous = found = _write(parent, attribute, replacement)
+        if type(found) in _MARKED_TYPES:
+            # What is below the replacements whose sets were restored.
+            while (below := mark_of(previous)) is not None and not below.alive:
+                previous = below.original
+            # A replacement of a restored set, put back by somebody who had patched on top of it, may replace an
+            # inherited attribute.
+            if previous is not found and _inherited(parent, attribute) is previous:
+                previous = _ABSENT
+        own = mark_of(replacement)
+        if own is not None:
+            own.alive = True
+        self._patches.append(Patch(parent, attribute, replacement, previous, rebinds, own))
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
@@ -283,7 +271,7 @@ class PatchSet:
         with writing:
             for module_name, waiting in _waiting.items():
                 _waiting[module_name] = [one for one in waiting if one[0] is not self]
-            replacements = {id(patch.replacement): patch.replacement for patch in self}
+            replacements = {id(patch.replacement): patch.replacement for patch in self._patches}
             foreign = self._take_back(0)
             # Modules that were imported meanwhile may have taken replacements by `from ... import ...`.
             for module, attribute, value in _module_globals(replacements, lambda _: False):
@@ -302,7 +290,7 @@ class PatchSet:
             if not patch.restore():
                 foreign.append(patch.name)
         # One replacement may stand in several places, of which some stay.
-        in_place = {id(patch.replacement) for patch in self}
+        in_place = {id(patch.replacement) for patch in self._patches}
         for one in taken:
             if one.mark is not None and id(one.replacement) not in in_place:
                 one.mark.alive = False
@@ -396,11 +384,15 @@ _ORIGINAL = "autoamp original "
 _TAKES_FROM_TORCH = ("torch._dynamo.utils", "torch._dynamo.variables.tensor", "torch._dynamo.variables.torch")
 
 
-class CompilerTables:
-    """What the compilers know of the replacements that are in place."""
+@dataclass
+class ScriptTable:
+    """What TorchScript knows of the replacements that are in place.
 
-    def __init__(self) -> None:
-        self._scripted: list[int] = []
+    Attributes:
+        scripted: The ``id`` of those of builtins, which are in torch's table.
+    """
+
+    scripted: list[int] = field(default_factory=list)
 
     def add(self, original: Any, replacement: Any) -> None:
         """Let TorchScript compile the original in place of its replacement, a closure that it cannot compile."""
@@ -408,50 +400,51 @@ class CompilerTables:
         name = find(original)
         if name is not None:
             table_of_builtins()[id(replacement)] = name
-            self._scripted.append(id(replacement))
+            self.scripted.append(id(replacement))
         elif isinstance(original, types.FunctionType):
             replacement.__prepare_scriptable__ = lambda: original
             if original in torch_private.two_in_one:
                 torch_private.two_in_one[replacement] = torch_private.two_in_one[original]
 
-    def teach_dynamo(self, patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> None:
-        """Let Dynamo take the originals from torch's namespace, and all casts into its graphs, when it is imported.
-
-        Args:
-            patches: Take what is replaced for that.
-            casts_off: Makes a function run with casts off in its thread.
-            casts_as_traced: Makes a function run as the code casts that Dynamo traces now.
-        """
-
-        def load_originals(trace_rules: Any) -> None:
-            load_object = trace_rules.load_object
-
-            def load_original(name: str) -> Any:
-                found = load_object(name)
-                original = original_of(found)
-                return None if found is original and _calls_replaced(found) else original
-
-            patches.replace(trace_rules, "load_object", load_original)
-
-        for module_name in _TAKES_FROM_TORCH:
-            patches.when_imported(module_name, _put_originals)
-        callbacks: dict[str, Callable[[Any], None]] = {
-            "torch._dynamo.trace_rules": load_originals,
-            "torch._dynamo.convert_frame": lambda _: _patch_dynamo(patches, casts_off, casts_as_traced),
-            "torch.export._trace": lambda module: _patch_export(patches, casts_off, module),
-        }
-        for module_name, callback in callbacks.items():
-            patches.when_imported(module_name, callback)
-            if module_name in sys.modules:
-                callback(sys.modules[module_name])
-        _clear_lookups()
-
     def forget(self) -> None:
         """Forget the replacements, and what torch and Dynamo looked up while torch was patched."""
         _, table_of_builtins = torch_private.names_of_builtins
-        while self._scripted:
-            table_of_builtins().pop(self._scripted.pop(), None)
+        while self.scripted:
+            table_of_builtins().pop(self.scripted.pop(), None)
         _clear_lookups()
+
+
+def teach_dynamo(patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> None:
+    """Let Dynamo take the originals from torch's namespace, and all casts into its graphs, when it is imported.
+
+    Args:
+        patches: Take what is replaced for that.
+        casts_off: Makes a function run with casts off in its thread.
+        casts_as_traced: Makes a function run as the code casts that Dynamo traces now.
+    """
+
+    def load_originals(trace_rules: Any) -> None:
+        load_object = trace_rules.load_object
+
+        def load_original(name: str) -> Any:
+            found = load_object(name)
+            original = original_of(found)
+            return None if found is original and _calls_replaced(found) else original
+
+        patches.replace(trace_rules, "load_object", load_original)
+
+    for module_name in _TAKES_FROM_TORCH:
+        patches.when_imported(module_name, _put_originals)
+    callbacks: dict[str, Callable[[Any], None]] = {
+        "torch._dynamo.trace_rules": load_originals,
+        "torch._dynamo.convert_frame": lambda _: _patch_dynamo(patches, casts_off, casts_as_traced),
+        "torch.export._trace": lambda module: _patch_export(patches, casts_off, module),
+    }
+    for module_name, callback in callbacks.items():
+        patches.when_imported(module_name, callback)
+        if module_name in sys.modules:
+            callback(sys.modules[module_name])
+    _clear_lookups()
 
 
 def _clear_lookups() -> None:
@@ -498,11 +491,67 @@ def _calls_replaced(function: Any) -> bool:
     return any(one is not original_of(one) for one in found)
 
 
+def _build_calls(find_attribute: Any, call_operator: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Build what finds an attribute of a tensor, and what calls an operator: of replaced methods, the replacements."""
+
+    def find(self: Any, tx: Any, name: str) -> Any:
+        if name.startswith(_ORIGINAL):
+            return attribute_in_dynamo(self, name.removeprefix(_ORIGINAL))
+        if _is_replaced(name):
+            return partial_in_dynamo(method_in_dynamo(tx, name), self)
+        return find_attribute(self, tx, name)
+
+    def call(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        for place, name in enumerate(_methods_of(self.fn)):
+            if place < len(args) and args[place].realize().is_tensor():
+                if not _is_replaced(name):
+                    # Python asks the second operand only where the first is no tensor.
+                    break
+                others = [*args[:place], *args[place + 1 :]]
+                return method_in_dynamo(tx, name).call_function(tx, [args[place], *others], kwargs)
+        return call_operator(self, tx, args, kwargs)
+
+    return find, call
+
+
 def _patch_dynamo(patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> None:
-    """Patch Dynamo, which is imported; arguments as for `CompilerTables.teach_dynamo`."""
-    builders = _build_attribute, _build_operator, _build_node, _build_compilation, _build_region
-    for (owner, name), build in zip(dynamo_names(), builders, strict=False):
-        patches.replace(owner, name, build(original_of(getattr(owner, name)), casts_off, casts_as_traced))
+    """Patch Dynamo, which is imported; arguments as for `teach_dynamo`."""
+    names = dynamo_names()
+    originals = [original_of(getattr(owner, name)) for owner, name in names]
+    if not originals:
+        return
+    find_attribute, call_operator, run_node, call_backend, enter_region = originals
+    run_off, compile_off = casts_off(run_node), casts_off(call_backend)
+
+    def run(tracer: Any, node: Any, *args: Any) -> Any:
+        # A node runs with fake tensors, for the dtype and shape of its result.
+        target = node.target
+        # A function that the program allows in graphs casts within, as it does in eager mode: einops has some.
+        if isinstance(target, types.FunctionType) and not target.__module__.startswith(("torch.", "autoamp.")):
+            node.target = casts_as_traced(target)
+        return run_off(tracer, node, *args)
+
+    def compile_graph(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        # The backend compiles, and what it returns runs, with casts off.
+        compiled = compile_off(self, graph, *args, **kwargs)
+        is_graph = getattr(compiled, "__self__", None) is graph
+        if is_graph and hasattr(graph, "real_recompile"):
+            # Dynamo does so itself with a graph that it is given, whose code is generated at the first call.
+            graph.real_recompile()
+            compiled = graph.forward
+        return casts_off(compiled)
+
+    def enter(self: Any, *args: Any) -> Any:
+        # A region of torch.autocast without a dtype takes that in use where Dynamo traces it: the graph would make the
+        # region anew as it runs, with casts off.
+        device_type, dtype, *_ = self.target_values
+        if dtype is None:
+            self.target_values[1] = casts_as_traced(torch.autocast)(device_type, enabled=False).fast_dtype
+        return enter_region(self, *args)
+
+    replacements = *_build_calls(find_attribute, call_operator), run, compile_graph, enter
+    for (owner, name), original, replacement in zip(names, originals, replacements, strict=True):
+        patches.replace(owner, name, imitate(replacement, original))
 
 
 def _patch_export(patches: PatchSet, casts_off: Wrap, module: Any) -> None:
@@ -521,33 +570,6 @@ def _is_replaced(name: str) -> bool:
     return traced_in_place_of(inspect.getattr_static(Tensor, name, None)) is not None
 
 
-def _build_attribute(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
-    """Build what finds the attribute of a tensor: of a method that is replaced, its replacement."""
-
-    def find(self: Any, tx: Any, name: str) -> Any:
-        if name.startswith(_ORIGINAL):
-            return attribute_in_dynamo(self, name.removeprefix(_ORIGINAL))
-        return partial_in_dynamo(method_in_dynamo(tx, name), self) if _is_replaced(name) else original(self, tx, name)
-
-    return imitate(find, original)
-
-
-def _build_operator(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
-    """Build what calls an operator: where its method is replaced, the replacement."""
-
-    def call(self: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        for place, name in enumerate(_methods_of(self.fn)):
-            if place < len(args) and args[place].realize().is_tensor():
-                if not _is_replaced(name):
-                    # Python asks the second operand only where the first is no tensor.
-                    break
-                others = [*args[:place], *args[place + 1 :]]
-                return method_in_dynamo(tx, name).call_function(tx, [args[place], *others], kwargs)
-        return original(self, tx, args, kwargs)
-
-    return imitate(call, original)
-
-
 def _methods_of(function: Any) -> tuple[str, ...]:
     """Return the names of the methods that Python calls for an operator: of the first operand, and of the second."""
     name = getattr(function, "__name__", "").strip("_")
@@ -556,48 +578,3 @@ def _methods_of(function: Any) -> tuple[str, ...]:
     if name.startswith("i") and not hasattr(Tensor, f"__{name}__"):
         name = name[1:]
     return f"__{name}__", f"__r{name}__"
-
-
-def _build_node(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
-    """Build what runs a node with fake tensors, for the dtype and shape of its result."""
-    run_off = casts_off(original)
-
-    def run(tracer: Any, node: Any, *args: Any) -> Any:
-        target = node.target
-        # A function that the program allows in graphs casts within, as it does in eager mode: einops has some.
-        if isinstance(target, types.FunctionType) and not target.__module__.startswith(("torch.", "autoamp.")):
-            node.target = casts_as_traced(target)
-        return run_off(tracer, node, *args)
-
-    return imitate(run, original)
-
-
-def _build_compilation(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
-    """Build what calls the backend: it compiles, and what it returns runs, with casts off."""
-    compile_off = casts_off(original)
-
-    def compile_graph(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-        compiled = compile_off(self, graph, *args, **kwargs)
-        is_graph = getattr(compiled, "__self__", None) is graph
-        if is_graph and hasattr(graph, "real_recompile"):
-            # Dynamo does so itself with a graph that it is given, whose code is generated at the first call.
-            graph.real_recompile()
-            compiled = graph.forward
-        return casts_off(compiled)
-
-    return imitate(compile_graph, original)
-
-
-def _build_region(original: Any, casts_off: Wrap, casts_as_traced: Wrap) -> Any:
-    """Build what enters a region of torch.autocast: one without a dtype takes that in use where Dynamo traces it.
-
-    The graph would make the region anew as it runs, with casts off.
-    """
-
-    def enter(self: Any, *args: Any) -> Any:
-        device_type, dtype, *_ = self.target_values
-        if dtype is None:
-            self.target_values[1] = casts_as_traced(torch.autocast)(device_type, enabled=False).fast_dtype
-        return original(self, *args)
-
-    return imitate(enter, original)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -141,6 +142,7 @@ class CastTable:
         return next((rule for rule in reversed(self.rules) if rule.target == target), None)
 
 
+@functools.cache
 def admits_version(limits: str, version: str) -> bool:
     """Whether a version such as `2.13.0+cpu` is within limits, of which an empty text has none.
 

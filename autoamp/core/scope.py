@@ -41,6 +41,7 @@ from autoamp.core.attach import refresh_params
 from autoamp.core.casts import HALF_MODEL, CastState, ThreadMode, ThreadState, Token, TracedMode
 from autoamp.core.half_models import ForwardDtypes, cast_structure
 from autoamp.core.listeners import Listeners
+from autoamp.core.patch_sites import Place
 from autoamp.core.patches import original_of
 from autoamp.core.rules import ModulePrecision
 from autoamp.core.settings import TAGS, ModulePrecisions, ModuleTags
@@ -183,8 +184,8 @@ _DEVICES = {"": None, "cpu_": "cpu", "gpu_": "cuda", "ipu_": "ipu", "xla_": "xla
 """What stands in the names of torch's functions, and the device type that it means."""
 
 
-def autocast_functions(casts: CastState) -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield the owner and the name of each function, and what builds its replacement."""
+def autocast_functions(casts: CastState) -> Iterator[Place]:
+    """Yield where each function is, and what builds its replacement."""
     for part, device in _DEVICES.items():
         for name, build in (
             (f"is_autocast_{part}enabled", partial(_build_getter, answer=True)),
@@ -296,29 +297,29 @@ _IN_THE_PROGRAMS_NAME = frozenset({"decorate_autocast", "__enter__", "decorate_f
 _AROUND_CALLS = frozenset({"autoamp.core.scope", ThreadState.__module__})
 
 
+@dataclass(eq=False)
 class AutocastRegions:
     """Turns one handle's casts off within disabled autocast regions, in their thread.
 
     Regions of all kinds are told to `CastState.note_autocast`, but for those that our casts take the place of.
 
-    Args:
+    Attributes:
         casts: The casts of the handle.
         goes_on: Whether our casts go on in an enabled region of their dtype, within a call that they cast.
     """
 
-    def __init__(self, casts: CastState, *, goes_on: bool) -> None:
-        self._casts = casts
-        self._goes_on = goes_on
+    casts: CastState
+    goes_on: bool
 
     def autocast_entered(self, region: torch.autocast) -> None:
         """Turn casts off in a disabled region of the program."""
-        casts, local, traced = self._casts, self._casts.local, traced_frames()
+        casts, local, traced = self.casts, self.casts.local, traced_frames()
         is_ours = region.device == casts.device_type
         # Dynamo enters the regions of the code that it traces.
         if not _is_the_programs(region, traced[0] if traced else next(_frames())):
             return
         on = local.traced.on if traced else local.mode.on
-        goes_on = self._goes_on and region._enabled and is_ours and region.fast_dtype is casts.dtype
+        goes_on = self.goes_on and region._enabled and is_ours and region.fast_dtype is casts.dtype
         if goes_on and not traced and not region.prev and self._in_cast_call(on, traced):
             torch.set_autocast_enabled(region.device, False)
             return
@@ -343,14 +344,14 @@ class AutocastRegions:
         if on is not True:
             return False
         frames = (*traced, *_frames())
-        return self._casts.in_modules or any(caller_of(frame)[0] in _AROUND_CALLS for frame in frames)
+        return self.casts.in_modules or any(caller_of(frame)[0] in _AROUND_CALLS for frame in frames)
 
     def autocast_left(self, region: torch.autocast, error: BaseException | None) -> None:
         """Turn casts on again."""
-        local = self._casts.local
+        local = self.casts.local
         if local.regions and local.regions[-1][0] is region:
             if isinstance(error, Exception):
-                self._casts.explain(error)
+                self.casts.explain(error)
             *rest, (_, token) = local.regions
             local.regions = tuple(rest)
             if token is None:

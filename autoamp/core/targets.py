@@ -110,34 +110,19 @@ class Target:
     functional: Any = None
 
     @property
-    def module(self) -> str:
-        """The name of the module by which the target is reached."""
-        if isinstance(self.parent, types.ModuleType):
-            return str(self.parent.__name__)
-        # An instance of a class of Python's own, such as types.SimpleNamespace, has none.
-        return str(getattr(self.parent, "__module__", type(self.parent).__module__))
-
-    @property
-    def qualname(self) -> str:
-        """The target's name in that module."""
-        if isinstance(self.parent, types.ModuleType):
-            return self.attribute
-        owner = self.parent if isinstance(self.parent, type) else type(self.parent)
-        return f"{owner.__qualname__}.{self.attribute}"
-
-    @property
     def names(self) -> tuple[str, str]:
-        """Its `module` and its `qualname`."""
-        if type(self.parent) is types.ModuleType:
-            return self.parent.__name__, self.attribute
-        if isinstance(self.parent, type):
-            return self.parent.__module__, f"{self.parent.__qualname__}.{self.attribute}"
-        return self.module, self.qualname
+        """The name of the module by which the target is reached, and its own name there."""
+        parent = self.parent
+        if isinstance(parent, types.ModuleType):
+            return parent.__name__, self.attribute
+        owner = parent if isinstance(parent, type) else type(parent)
+        # An instance of a class of Python's own, such as types.SimpleNamespace, has none.
+        return str(getattr(parent, "__module__", owner.__module__)), f"{owner.__qualname__}.{self.attribute}"
 
     @property
     def name(self) -> str:
         """The dotted name of the target."""
-        return f"{self.module}.{self.qualname}"
+        return ".".join(self.names)
 
 
 @dataclass(frozen=True, slots=True)
