@@ -259,7 +259,10 @@ def install_as_apex(
         uninstall()
         _ApexFinder(chosen, hides=real is None or shadow).install()
     else:
-        raise UsageError(f"a real apex with apex.amp is there ({real}); uninstall it, or pass shadow=True to hide it")
+        raise UsageError(
+            f"Expected no apex, or one without apex.amp, got a real apex with it ({real}). Uninstall it, or pass "
+            "shadow=True to hide it"
+        )
 
 
 def explain_real_apex() -> None:

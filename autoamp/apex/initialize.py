@@ -194,20 +194,15 @@ def _with_tables(settings: Settings, level: OptLevel) -> Settings:
 def _checked_models(models: Any) -> list[Module]:
     """Return the models as a list. UsageError: one is wrapped already, or is no module."""
     found = as_list(models)
-    refuse_wrapped(found, DataParallel, DistributedDataParallel)
     for model in found:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            raise UsageError(
+                f"a model is wrapped in {type(model).__name__} already; call initialize() first and wrap what "
+                "it returns"
+            )
         if not isinstance(model, Module):
             raise UsageError(f"models takes a torch.nn.Module or a list of them, not {kind_of(model)}")
     return found
-
-
-def refuse_wrapped(models: Sequence[Any], *wrappers: type[Module]) -> None:
-    """Raise UsageError for a model in one of these wrappers."""
-    for model in models:
-        if isinstance(model, wrappers):
-            raise UsageError(
-                f"a model is wrapped in {type(model).__name__} already; call initialize() first, then wrap it"
-            )
 
 
 def _refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
@@ -216,8 +211,9 @@ def _refuse_sharded(models: Sequence[Module], opt_level: str) -> None:
         for name, module in model.named_modules():
             if is_parallelized(module) or any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
                 raise UsageError(
-                    f"opt_level={opt_level!r} casts; fully_shard or parallelize_module has sharded {name or 'it'!r} "
-                    "already: call initialize(model) first, then shard the model, then make the optimizer"
+                    f"opt_level={opt_level!r} casts the model, and fully_shard or parallelize_module has sharded "
+                    f"{name or 'it'!r} already, in the dtype it had; call initialize(model) first, then shard the "
+                    "model, then make the optimizer"
                 )
 
 

@@ -83,9 +83,14 @@ def level_with(opt_level: str, **overrides: Any) -> OptLevel:
         level = replace(level, cast_model_type=None)
     kind = level.cast_model_type
     if kind not in (None, "half", torch.float32, *HALF_DTYPES):
-        raise UsageError(f"cast_model_type={kind!r}; choose torch.float16, .bfloat16, .float32, False or None")
+        raise UsageError(
+            f"cast_model_type={kind!r}; choose torch.float16, torch.bfloat16, torch.float32, False or None"
+        )
     if level.patch_torch_functions and kind not in (None, torch.float32):
-        raise UsageError(f"patch_torch_functions=True is for fp32 models, not {kind!r} ones; choose one of the two")
+        raise UsageError(
+            f"patch_torch_functions=True casts fp32 parameters as they are used, and cast_model_type={kind!r} leaves "
+            "none; choose one of the two"
+        )
     return level
 
 

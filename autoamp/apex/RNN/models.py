@@ -307,7 +307,9 @@ def _maker(cell: type[RNNCell], name: str) -> Any:
         output_size: int | None = None,
     ) -> stackedRNN | bidirectionalRNN:
         if output_size not in (None, hidden_size):
-            raise UsageError(f"{name} takes no output_size={output_size}; use torch.nn.LSTM(proj_size=...)")
+            raise UsageError(
+                f"{name}: output_size={output_size} is not supported; leave it out, or use torch.nn.LSTM(proj_size=...)"
+            )
         network = bidirectionalRNN if bidirectional else stackedRNN
         return network(cell(input_size, hidden_size, bias), num_layers, dropout, batch_first)
 

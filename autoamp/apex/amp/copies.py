@@ -26,9 +26,15 @@ def check(given: Mapping[str, Any]) -> None:
     """
     for name, value in given.items():
         if name in _RULE:
-            raise UsageError(f"{name}={value!r} is not taken; pass loss_scale=autoamp.DynamicLossScaler(...)")
+            raise UsageError(
+                f"{name}={value!r} is not taken; pass loss_scale=autoamp.DynamicLossScaler(init_scale, growth_factor, "
+                "backoff_factor, growth_interval)"
+            )
         if name == "combine_ddp" and as_flag(name, value):
-            raise UsageError(f"{name}={value!r} is not taken; wrap what comes back in torch's DistributedDataParallel")
+            raise UsageError(
+                f"combine_ddp={value!r} is not taken; after initialize() wrap the model in "
+                "torch.nn.parallel.DistributedDataParallel"
+            )
         if name not in (*_NO_EFFECT, "combine_ddp"):
             raise TypeError(f"initialize() got an unexpected keyword argument {name!r}")
     if given:

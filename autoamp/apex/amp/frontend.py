@@ -17,8 +17,7 @@ from autoamp.apex.amp.copies import check as check_copies
 from autoamp.apex.amp.lists import changed_lists
 from autoamp.apex.amp.properties import O0, O1, O2, O3, Properties, as_flag, as_number, as_scale, as_type, opt_levels
 from autoamp.apex.parallel import DistributedDataParallel
-from autoamp.core import as_list
-from autoamp.errors import CheckpointError, warn_user
+from autoamp.errors import CheckpointError, UsageError, warn_user
 
 
 class _Unnamed(str):
@@ -60,7 +59,12 @@ def initialize(
             raises.
     """
     check_copies(of_copies)
-    levels.refuse_wrapped(as_list(models), DistributedDataParallel)
+    for model in models if isinstance(models, (list, tuple)) else [models]:
+        if isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                "a model is wrapped in apex.parallel.DistributedDataParallel already; call initialize() first and wrap "
+                "what it returns"
+            )
     chosen = options()
     level: Any = chosen.opt_level if opt_level is None or isinstance(opt_level, _Unnamed) else opt_level
     on = _enabled(enabled, level)
@@ -79,8 +83,9 @@ def initialize(
     _amp_state.verbosity, _amp_state.min_loss_scale, _amp_state.max_loss_scale = loudness, lowest, highest
     if on:
         _amp_state.num_losses = losses
-        for optimizer in [] if optimizers is None else as_list(optimizers):
-            AmpOptimizerState(optimizer).attach(optimizer)
+        for optimizer in optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]:
+            if optimizer is not None:
+                AmpOptimizerState(optimizer).attach(optimizer)
     return result
 
 
@@ -94,7 +99,10 @@ def _enabled(enabled: Any, level: str) -> bool:
     """Whether amp is wanted. Published programs pass a level in this place, where Apex took it for True."""
     if isinstance(enabled, str) and enabled in opt_levels:
         if enabled != level:
-            warn_user(f"enabled={enabled!r} sets no level, which is {level!r}; pass opt_level={enabled!r} by its name")
+            warn_user(
+                f"initialize() got enabled={enabled!r}: the third argument is `enabled`, and the level is {level!r}; "
+                f"pass opt_level={enabled!r} by its name"
+            )
         return True
     return bool(as_flag("enabled", enabled))
 
@@ -125,6 +133,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if scalers != ours:
         if not scalers:
             raise CheckpointError("key 'loss_scaler0' is missing; pass the result of amp.state_dict()")
-        warn_user(f"the state has {len(scalers)} loss scalers and this run {len(ours)}; what both have is loaded")
+        warn_user(
+            f"the state has {len(scalers)} loss scalers and this run {len(ours)}; those that both have are loaded"
+        )
     dropped = scalers - ours
     levels.load_state_dict({**here, **{name: value for name, value in state_dict.items() if name not in dropped}})

@@ -105,7 +105,10 @@ class O0(_OptLevel):
 class O1(_OptLevel):
     """Casts by lists."""
 
-    brief, more = "O1: casts around torch's functions.", "The model stays in fp32; lists say what runs in half."
+    brief, more = (
+        "O1: casts around torch's functions.",
+        "The model stays in fp32; lists say what runs in half.",
+    )
 
 
 class O2(_OptLevel):

@@ -281,7 +281,8 @@ class _NoSpacy(types.ModuleType):
     def blank(self, lang: str, disable: Any) -> Any:
         """Say what is missing: fastai's default tokenizer calls this for ``spacy.blank``."""
         raise UsageError(
-            f"spacy.blank({lang!r}): spacy is not installed; install it, or give Tokenizer(tok_func=BaseTokenizer)"
+            f"fastai's default tokenizer needs spacy, which is not installed (spacy.blank({lang!r})): install it, or "
+            "give a tokenizer of your own, as in Tokenizer(tok_func=BaseTokenizer)"
         )
 
 

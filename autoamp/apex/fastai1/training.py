@@ -165,5 +165,5 @@ def _refuse_own_scaling(callbacks: Any) -> None:
     if any(isinstance(callback, own) for callback in callbacks or ()):
         raise UsageError(
             "fastai's MixedPrecision scales the loss itself and makes the model half; call autoamp.init() before "
-            "learn.to_fp16(), or deactivate() the handle"
+            "learn.to_fp16(), which leaves both to autoamp then, or deactivate() the handle"
         )

@@ -41,5 +41,7 @@ def matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]
         raise CheckpointError("key 'fp32_from_fp16' is not a list of lists of tensors with data; nothing was loaded")
     found = [[tuple(tensor.shape) for tensor in group] for group in values]
     if shapes != found:
-        raise CheckpointError(f"key 'fp32_from_fp16' holds masters of shapes {found}, this optimizer has {shapes}")
+        raise CheckpointError(
+            f"key 'fp32_from_fp16' holds masters of shapes {found}, this optimizer has masters of shapes {shapes}"
+        )
     return [pair for group, loaded in zip(ours, values, strict=True) for pair in zip(group, loaded, strict=True)]

@@ -37,7 +37,9 @@ def converted_state(state: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]
         flats = state["fp32_groups_flat"]
         found, wanted = [flat.numel() for flat in flats], [sum(master.numel() for master in group) for group in groups]
         if found != wanted:
-            raise CheckpointError(f"key 'fp32_groups_flat' has groups of {found} elements, this optimizer of {wanted}")
+            raise CheckpointError(
+                f"key 'fp32_groups_flat' holds groups of {found} elements, this optimizer has groups of {wanted}"
+            )
         masters = [_parts(flat, group) for flat, group in zip(flats, groups, strict=True)]
         try:
             inner = _split_inner(inner, groups)

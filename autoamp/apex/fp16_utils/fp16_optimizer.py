@@ -11,7 +11,11 @@ from torch import Tensor
 
 from autoamp.apex.fp16_utils.checkpoints import load_or_restore, matched
 from autoamp.apex.fp16_utils.early_checkpoints import converted_state
-from autoamp.apex.fp16_utils.fp16util import clip_grad_norm, master_params_to_model_params, model_grads_to_master_grads
+from autoamp.apex.fp16_utils.fp16util import (
+    clip_grad_norm,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+)
 from autoamp.apex.fp16_utils.loss_scaler import Iterations, PokedDynamicScaler, PokedStaticScaler
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters, flat_masters
 from autoamp.core import (
@@ -29,6 +33,11 @@ from autoamp.core import (
     scaled_loss,
 )
 from autoamp.errors import CheckpointError, UsageError, kind_of
+
+_NO_COPY = (
+    "an FP16_Optimizer cannot be copied or pickled: its masters belong to the parameters of one model; copy or save "
+    "its state_dict(), and load that into an FP16_Optimizer of the other model"
+)
 
 
 class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesItself):
@@ -97,9 +106,10 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self.__setstate__({"defaults": getattr(init_optimizer, "defaults", {})})
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The inner optimizer's groups, with fp32 masters in place of half parameters."""
-        return self.optimizer.param_groups
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -124,7 +134,8 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
     def dynamic_loss_scale(self, dynamic: bool) -> None:
         if bool(dynamic) is not self.dynamic_loss_scale:
             raise UsageError(
-                f"the scale was made before; build the FP16_Optimizer with dynamic_loss_scale={bool(dynamic)}"
+                f"dynamic_loss_scale={dynamic!r} does not fit a scale that was made with {self.dynamic_loss_scale}; "
+                f"build the FP16_Optimizer with dynamic_loss_scale={bool(dynamic)}"
             )
 
     @property
@@ -172,7 +183,8 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         runtime = current_runtime()
         if self._masters.refresh_params() and runtime is None:
             raise UsageError(
-                "masters were written to after the step; call model_from_masters() after that, before the model runs"
+                "masters were written to since the last step, and the loss comes from a model with other weights; "
+                "call optimizer.model_from_masters() after the write, before the model runs"
             )
         self._guard.owner().refuse_scaled(self._guard)
         if runtime is not None:
@@ -307,8 +319,10 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         dynamic = self.dynamic_loss_scale
         overflow = bool(state_dict.get("overflow", False))
         if state_dict["dynamic_loss_scale"] is not dynamic:
-            found = state_dict["dynamic_loss_scale"]
-            raise CheckpointError(f"key 'dynamic_loss_scale' is {found!r}, this optimizer was built with {dynamic}")
+            raise CheckpointError(
+                f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
+                f"{dynamic}"
+            )
         self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
         self._masters.adopt()
         pairs = matched(self.fp32_groups, state_dict["fp32_from_fp16"])
@@ -321,11 +335,14 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self._masters.copy_down()
 
     def __getattr__(self, name: str) -> Any:
-        remedy = "; use fp16_groups and fp32_from_fp16_groups" if name == "fp16_groups_flat" else ""
-        raise AttributeError(f"'FP16_Optimizer' object has no attribute {name!r}{remedy}")
+        raise AttributeError(
+            f"FP16_Optimizer has no {name!r}: parameters are not flattened; use fp16_groups and fp32_from_fp16_groups"
+            if name == "fp16_groups_flat"
+            else f"'FP16_Optimizer' object has no attribute {name!r}"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UsageError("an FP16_Optimizer is of one model; copy or save its state_dict(), and load that into another")
+        raise UsageError(_NO_COPY)
 
     def __repr__(self) -> str:
         return f"FP16_Optimizer({self.optimizer!r}, loss_scale={self.loss_scale:g})"

@@ -120,7 +120,9 @@ def prep_param_lists(model: Module, flat_master: bool = False) -> tuple[list[Par
     if flat_master:
         dtypes = {parameter.dtype for parameter in model_params}
         if len(dtypes) != 1:
-            raise UsageError(f"flat_master=True takes parameters of one dtype, not {sorted(map(str, dtypes))}")
+            raise UsageError(
+                f"flat_master=True takes parameters of one dtype, not {sorted(map(str, dtypes))}; use False"
+            )
         flat = Parameter(flatten([parameter.data for parameter in model_params]).float())
         flat.grad = torch.zeros_like(flat)
         return model_params, [flat]

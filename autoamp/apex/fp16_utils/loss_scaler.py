@@ -59,7 +59,9 @@ class CurScale:
     def _dynamic(self, name: str) -> core.DynamicLossScaler:
         scaler = _scaler_of(self)
         if not isinstance(scaler, core.DynamicLossScaler):
-            raise AttributeError(f"a static loss scale has no {name!r}; use dynamic_loss_scale=True", name=name)
+            raise AttributeError(
+                f"a static loss scale has no {name!r}; build it with dynamic_loss_scale=True", name=name
+            )
         return scaler
 
 

@@ -30,7 +30,9 @@ class FusedDenseGeluDense(Module):
     def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
         if not bias:
-            raise UsageError("FusedDenseGeluDense: bias=False is not supported; use nn.Linear and nn.GELU")
+            raise UsageError(
+                "FusedDenseGeluDense: bias=False is not supported; leave it True, or use nn.Linear and nn.GELU"
+            )
         self.in_features = in_features
         self.intermediate_features = intermediate_features
         self.out_features = out_features

@@ -61,7 +61,10 @@ class _Mixed(torch.nn.Module):
         self, normalized_shape: Any, eps: float = 1e-5, *, memory_efficient: bool = False, **factory: Any
     ) -> None:
         if not factory.pop("elementwise_affine", True):
-            raise UsageError(f"{type(self).__name__} takes no elementwise_affine=False; use the norm without 'Mixed'")
+            raise UsageError(
+                f"{type(self).__name__} got elementwise_affine=False, but its output takes the dtype of its weights; "
+                "use the norm without 'Mixed'"
+            )
         super().__init__(normalized_shape, eps, True, memory_efficient, **factory)
 
 

@@ -139,7 +139,9 @@ class FusedAdam(FusedOptimizer):
         given = self._by_param("grads", grads)
         outputs = self._by_param("output_params", output_params)
         if grad_norms is not None and len(grad_norms) != len(self.param_groups):
-            raise UsageError(f"FusedAdam.step: give {len(self.param_groups)} grad_norms, one a group")
+            raise UsageError(
+                f"FusedAdam.step: {len(grad_norms)} grad_norms for {len(self.param_groups)} groups; give one a group"
+            )
         norms = {id(group): norm for group, norm in zip(self.param_groups, grad_norms or (), strict=False)}
         try:
             self._given, self._scale, self._norms = given, 1.0 if scale is None else scale, norms
@@ -160,9 +162,11 @@ class FusedAdam(FusedOptimizer):
             lists = [lists]
         groups, lists = [group["params"] for group in self.param_groups], [list(tensors) for tensors in lists]
         found, wanted = list(map(len, lists)), list(map(len, groups))
-        require(
-            found == wanted, f"FusedAdam.step: {name} has {found} tensors, not {wanted}; give a list for each group"
-        )
+        if found != wanted:
+            raise UsageError(
+                f"FusedAdam.step: {name} has lists of {found} tensors, the groups have {wanted} parameters; give a "
+                "list for each group"
+            )
         pairs = zip(itertools.chain(*groups), itertools.chain(*lists), strict=True)
         return {param: tensor for param, tensor in pairs if tensor is not None}
 
@@ -206,8 +210,11 @@ class FusedAdam(FusedOptimizer):
 def _to_device(group: dict[str, Any]) -> None:
     """Move the learning rate and the number of steps of a group to the device of its parameters."""
     devices = {param.device for param in group["params"]}
-    found = sorted(map(str, devices))
-    require(len(found) <= 1, f"FusedAdam: capturable=True takes groups on one device; make a group for each of {found}")
+    require(
+        len(devices) <= 1,
+        f"FusedAdam: capturable=True takes groups on one device, and one is on {sorted(map(str, devices))}; "
+        "make a group for each device",
+    )
     # A group may have no parameters.
     device = next(iter(devices), torch.device("cpu"))
     group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()

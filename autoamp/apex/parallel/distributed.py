@@ -249,7 +249,8 @@ def _needs_reduction(name: str) -> bool:
     world = os.environ.get("WORLD_SIZE", "1").strip()
     if world not in ("", "0", "1"):
         raise UsageError(
-            f"{name} needs a process group, since WORLD_SIZE={world}; call torch.distributed.init_process_group() first"
+            f"{name} needs a process group, since WORLD_SIZE={world} says that there are several processes; call "
+            "torch.distributed.init_process_group() first"
         )
     return False
 
@@ -257,4 +258,7 @@ def _needs_reduction(name: str) -> bool:
 def _check_no_later_group(name: str) -> None:
     """Raise UsageError where a group of several processes was made after what was built without a group."""
     if has_group() and dist.get_world_size() > 1:
-        raise UsageError(f"{name} was made before the process group of {dist.get_world_size()}; make it after that")
+        raise UsageError(
+            f"{name} was made before the process group of {dist.get_world_size()} processes and reduces nothing; call "
+            "torch.distributed.init_process_group() first"
+        )

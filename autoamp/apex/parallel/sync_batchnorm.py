@@ -109,7 +109,9 @@ class _Synced(torch.autograd.Function):
         """
         mean, variance, count = _of_all(input, norm.process_group)
         if count <= 1:
-            raise ValueError(f"{int(count)} values per channel over all processes are too few; use a larger batch")
+            raise ValueError(
+                f"Expected 2 or more values per channel over all processes, got {int(count)}. Use a larger batch"
+            )
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
         # With statistics that are given, in one pass; not by its name in `torch`, which may be patched.
@@ -129,7 +131,10 @@ class _Synced(torch.autograd.Function):
             UsageError: A graph of the backward pass is wanted.
         """
         if torch.is_grad_enabled():
-            raise UsageError("SyncBatchNorm has no second derivatives; leave out create_graph=True, or use BatchNorm2d")
+            raise UsageError(
+                "SyncBatchNorm over several processes has no second derivatives, nor has torch's; leave out "
+                "create_graph=True, or use torch.nn.BatchNorm2d"
+            )
         input, weight, bias, mean, rstd = ctx.saved_tensors
         dims, shape = _around_channels(input)
         centred = input - mean.view(shape)

@@ -35,6 +35,9 @@ def clip_grad_norm_(
     grads = [parameter.grad for parameter in every if parameter.grad is not None]
     norm = core.total_norm(grads, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise UsageError(f"the norm of the gradients is {float(norm)}; skip this step, or use error_if_nonfinite=False")
+        raise UsageError(
+            f"the total norm of the gradients is {float(norm)}, so they cannot be clipped; skip this step, or use "
+            "error_if_nonfinite=False"
+        )
     torch.nn.utils.clip_grads_with_norm_(every, float(max_norm), norm)
     return norm

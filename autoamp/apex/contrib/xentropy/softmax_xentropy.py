@@ -32,8 +32,10 @@ class SoftmaxCrossEntropyLoss:
             UsageError: The shapes do not fit.
         """
         if logits.dim() != 2 or labels.shape != logits.shape[:1]:
-            shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
-            raise UsageError(f"logits and labels must be (n, classes) and (n,), not {shapes}; use view(-1, classes)")
+            raise UsageError(
+                f"logits of shape {tuple(logits.shape)} and labels of {tuple(labels.shape)}; they must be (n, classes) "
+                "and (n,); use view(-1, classes) and view(-1)"
+            )
         double = logits.dtype is torch.float64
         wide = logits if double else logits.float()
         losses = F.cross_entropy(
