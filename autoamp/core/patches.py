@@ -549,7 +549,9 @@ def _patch_dynamo(patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> 
             self.target_values[1] = casts_as_traced(torch.autocast)(device_type, enabled=False).fast_dtype
         return enter_region(self, *args)
 
-    replacements = *_build_calls(find_attribute, call_operator), run, compile_graph, enter
+    replacements: tuple[Callable[..., Any], ...] = (
+        *_build_calls(find_attribute, call_operator), run, compile_graph, enter,
+    )  # fmt: skip
     for (owner, name), original, replacement in zip(names, originals, replacements, strict=True):
         patches.replace(owner, name, imitate(replacement, original))
 
