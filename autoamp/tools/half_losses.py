@@ -181,9 +181,7 @@ class HalfLosses:
     # -- steps and loads --
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        steps = self._steps.get(optimizer)
-        if steps is None:
-            steps = self._steps[optimizer] = _Steps()
+        steps = self._steps.setdefault(optimizer, _Steps())
         caller, running = sys._getframe(1), steps.running
         if running is not None and any(frame is running for frame, _ in traceback.walk_stack(caller)):
             return
@@ -302,11 +300,8 @@ def _names(optimizer: Any, params: Sequence[Tensor]) -> str:
 
 def _sums_of(optimizer: Any) -> list[_GradientSum]:
     """Watch the sums of gradients of an optimizer's few smallest half parameters, which are vectors as a rule."""
-    params = [
-        one
-        for one in stepped_params(optimizer)
-        if _is_half(one) and one.requires_grad and one.is_leaf and not is_sharded(one)
-    ]
+    halves = filter(_is_half, stepped_params(optimizer))
+    params = [one for one in halves if one.requires_grad and one.is_leaf and not is_sharded(one)]
     return [_GradientSum(param) for param in sorted(params, key=Tensor.numel)[:_SUMS]]
 
 

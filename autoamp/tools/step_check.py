@@ -35,7 +35,7 @@ from autoamp.tools.half_losses import is_sampled
 from autoamp.tools.origins import Errors, Followed, errors_of
 from autoamp.tools.overflow import OverflowTrace
 from autoamp.tools.ranges import relative_error
-from autoamp.tools.tables import first_of
+from autoamp.tools.tables import first_of, placed
 from autoamp.tools.tape import Choice, Op, Place, Rerun, Tape, everything, iter_refs
 from autoamp.tools.verdicts import Overflow
 
@@ -80,10 +80,7 @@ class Rounding:
     @property
     def place(self) -> str:
         """The ops in words."""
-        return " and ".join(
-            f"{op}{f' in module {module}' if module else ''}{f' at {line}' if line else ''}"
-            for op, module, line in self.ops
-        )
+        return " and ".join(placed(str(op), module, line) for op, module, line in self.ops)
 
     def __str__(self) -> str:
         rounds = "round" if len(self.ops) > 1 else "rounds"

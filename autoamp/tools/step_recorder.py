@@ -297,17 +297,15 @@ class StepRecorder(Listener):
     @contextlib.contextmanager
     def export_begun(self) -> Iterator[None]:
         """Record nothing while a graph of a model is made: modes that see operators spoil it."""
+        before, self.paused = self.paused, True
         # `torch.jit.trace` calls itself to check what it made.
-        if self.paused:
-            yield
-            return
-        self.stop("the program made a graph of a model in this step")
-        self.paused = True
+        if not before:
+            self.stop("the program made a graph of a model in this step")
         try:
             with without_operator_modes():
                 yield
         finally:
-            self.paused = False
+            self.paused = before
 
     def call_begun(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         """Begin the record of a step with its first module call. It raises nothing."""

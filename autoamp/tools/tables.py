@@ -44,6 +44,12 @@ def first_of(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def placed(what: str, module: str | None, location: str | None) -> str:
+    """Return what is called with where that is: ``"mul in module 1 at net.py:7"``."""
+    parts = [what, f"in module {module}" if module else "", f"at {location}" if location else ""]
+    return " ".join(filter(None, parts))
+
+
 def counted(number: int, what: str) -> str:
     """Return a number and a noun, such as ``"1 skip"`` or ``"2 skips"``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

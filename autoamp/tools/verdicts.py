@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from autoamp.tools.tables import placed
+
 
 @dataclass(frozen=True)
 class OverflowVerdict:
@@ -191,12 +193,9 @@ class Overflow:
         return not isinstance(self.verdict, ScaleSearch)
 
     def _place(self) -> str:
-        backward = "the backward pass of " if self.phase == "backward" else ""
-        parts = [f"{backward}{self.op}"] if self.op else []
-        parts += [f"in module {self.module}"] if self.module else []
-        parts += [f"at {self.location}"] if self.location else []
-        parts += [f"(parameter {self.parameter})"] if self.parameter else []
-        return " ".join(parts)
+        op = f"the backward pass of {self.op}" if self.op and self.phase == "backward" else self.op
+        parameter = f" (parameter {self.parameter})" if self.parameter else ""
+        return f"{placed(op or '', self.module, self.location)}{parameter}".lstrip()
 
 
 def _sizes(sizes: tuple[float, ...]) -> str:
