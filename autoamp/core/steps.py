@@ -292,10 +292,12 @@ class Steps:
             step: It.
             plain: Whether the optimizer has no guard.
         """
-        self.last, self._ended, self.reads_flags = step, True, False
-        self.plain, self.guarded = self.plain + plain, self.guarded + (not plain)
+        self._ended, self.reads_flags = True, False
+        # One that refuses the step raises: it does not count.
         for begun in self._listeners.step_begun:
             self.reads_flags |= begun()
+        self.last = step
+        self.plain, self.guarded = self.plain + plain, self.guarded + (not plain)
 
     def end(self, step: Step) -> None:
         """Take note that a step was taken or skipped, as it tells."""
