@@ -188,6 +188,8 @@ class AutoScale:
             inputs: Any = None,
         ) -> None:
             if not self.active and not self._passes.by_run:
+                # What is told next of the losses looks for them in lists and tuples.
+                tensors = tensors if isinstance(tensors, (Tensor, tuple, list)) else list(tensors)
                 original(
                     tensors, grad_tensors, retain_graph=retain_graph, create_graph=create_graph,
                     grad_variables=grad_variables, inputs=inputs,

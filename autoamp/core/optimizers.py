@@ -305,12 +305,14 @@ class LossBlock(NeedsWith):
         self, owner: GuardedOptimizers, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool
     ) -> None:
         self._owner, self._scaler, self._delay_unscale = owner, scaler, delay_unscale
-        self._given = loss, optimizers
+        self._given: tuple[Any, Any] | None = (loss, optimizers)
 
     def __enter__(self) -> Tensor:
+        if self._given is None:
+            raise UsageError("a scale_loss block begins once; call scale_loss(loss, optimizer) again for another one")
         (loss, optimizers), owner, scaler = self._given, self._owner, self._scaler
-        # What keeps the scaled loss keeps no graph by way of this object.
-        del self._given
+        # What keeps this object keeps no graph by way of it.
+        self._given = None
         if not isinstance(loss, Tensor):
             swapped = "the loss comes first: scale_loss(loss, optimizer)"
             remedy = swapped if isinstance(optimizers, Tensor) else "pass the loss itself, not loss.item()"

@@ -422,3 +422,23 @@ def test_a_compiled_step_is_that_of_torch() -> None:
     parameter.grad = torch.ones(4)
     torch.compile(optimizer.step, backend="eager")()
     assert parameter.tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("kind", [list, iter, tuple])
+def test_a_loss_that_is_inf_is_seen_in_whatever_holds_the_roots_of_a_pass(kind: Callable[[list[Any]], Any]) -> None:
+    parameter, optimizer = sgd()
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="raise")
+    loss = parameter.sum()
+    torch.autograd.backward(kind([loss + loss.detach() * math.inf]))
+    with pytest.raises(autoamp.NonFiniteGradientsError, match="inf or nan in the loss"):
+        optimizer.step()
+    handle.deactivate()
+
+
+def test_a_block_begins_once(optimizers: GuardedOptimizers) -> None:
+    parameter, optimizer = sgd()
+    block = LossBlock(optimizers, parameter.sum(), optimizer, optimizers.scalers[0], False)
+    with block as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="begins once"):
+        block.__enter__()
