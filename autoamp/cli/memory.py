@@ -32,12 +32,13 @@ def keep_freed_memory() -> str:
         ``"kept"``, or ``"not kept: "`` and the reason.
     """
     why = why_not_kept()
-    if why is not None:
-        return f"not kept: {why}"
-    mallopt = ctypes.CDLL(None).mallopt
-    mallopt(_M_MMAP_THRESHOLD, _LARGEST)
-    mallopt(_M_TRIM_THRESHOLD, -1)
-    return "kept"
+    if why is None:
+        mallopt = ctypes.CDLL(None).mallopt
+        # The second one limits nothing, and is always taken.
+        if mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, -1):
+            return "kept"
+        why = f"glibc refuses a threshold of {_LARGEST >> 20} MiB"
+    return f"not kept: {why}"
 
 
 def why_not_kept() -> str | None:

@@ -187,14 +187,6 @@ class AutoScale:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            if not self.active and not self._passes.by_run:
-                # What is told next of the losses looks for them in lists and tuples.
-                tensors = tensors if isinstance(tensors, (Tensor, tuple, list)) else list(tensors)
-                original(
-                    tensors, grad_tensors, retain_graph=retain_graph, create_graph=create_graph,
-                    grad_variables=grad_variables, inputs=inputs,
-                )  # fmt: skip
-                return
             roots = _listed(tensors)
             inputs, grad_tensors, grad_variables = (
                 None if given is None else _listed(given) for given in (inputs, grad_tensors, grad_variables)
@@ -379,7 +371,7 @@ class OptimizerSteps:
                 # Without loss scaling. Its gradients may be scaled all the same.
                 optimizers.left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
                 plain_step = Step()
-                optimizers.steps.begin(plain_step, plain=True)
+                optimizers.steps.begin(plain_step, guarded=False)
                 optimizers.check_underflow(optimizer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -398,6 +390,7 @@ class OptimizerSteps:
         else:
             result = optimizers.casts.local.with_mode(run, False)(*args, **kwargs)
         if plain_step is not None:
+            optimizers.steps.plain += 1
             optimizers.steps.end(plain_step)
         optimizers.casts.cache.clear()
         return result

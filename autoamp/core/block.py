@@ -73,6 +73,8 @@ class LeftScaled:
         """
         alone = len(self.threads) < 2
         params = params if alone else [param for param in params if engine_reaches(param)]
+        if not params:
+            return
         before = [(param, param.grad, _version(param.grad)) for param in params]
 
         def note() -> None:
@@ -244,7 +246,7 @@ class ScaledBlock:
     def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
         self._guards = tuple(dict.fromkeys(guards))
         self._scaler, self._delay_unscale = scaler, delay_unscale
-        self._names = [guard.name for guard in self._guards]
+        self._block = ", ".join(guard.name for guard in self._guards) or "no optimizer"
         # The scaled loss may outlive its block, and this object with it, by much.
         self._references: Sequence[weakref.ref[StepGuard]] = ()
         self._hook: Any = None
@@ -257,10 +259,8 @@ class ScaledBlock:
                 raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
         unscaled: set[int] = set()
         for guard in guards:
-            if guard.masters is not None:
-                guard.masters.collect(new_pass=True)
-            if guard.grads.checks:
-                guard.grads.resolve_dropped_grads()
+            guard.grads.collect(new_pass=True)
+            guard.grads.resolve_dropped_grads()
             # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
             # block of another scaler left is that scaler's, so it is checked before this block adds to it.
             if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
@@ -297,8 +297,7 @@ class ScaledBlock:
                 self._unscale(guards, warns=False)
             elif self._delay_unscale:
                 for guard in guards:
-                    if guard.masters is not None:
-                        guard.masters.collect()
+                    guard.grads.collect()
                     guard.grads.scale, guard.grads.delayed = self.scale, self._scaler if self._checks else None
             else:
                 self._unscale(guards, warns=True)
@@ -321,16 +320,10 @@ class ScaledBlock:
         another.
         """
         for guard in guards:
-            if guard.masters is not None:
-                guard.masters.collect()
+            guard.grads.collect()
         check = None
         if self._checks:
-            params = [param for guard in guards for param in guard.grads.params() if param.grad is not None]
-            blank = self._scaler.unread.blank
-            found: list[Tensor] = []
-            if len(guards) > 1 and any(guard.grads.checks for guard in guards):
-                params, found = _unscale_apart(guards, params, self.scale, blank)
-            check = OverflowCheck(self._scaler, self.scale, [*found, *unscale_(params, self.scale, blank)])
+            check = OverflowCheck(self._scaler, self.scale, _unscaled(guards, self._scaler, self.scale))
         for guard in guards:
             # Ranks of a group reduce the flags of all: one without gradients takes part.
             is_concerned = guard.grads.has_any() or guard.grads.group is not None
@@ -339,10 +332,6 @@ class ScaledBlock:
             guard.grads.scale, guard.grads.delayed = 1.0, None
             if check is not None:
                 guard.grads.block_ended(check, is_concerned=is_concerned)
-
-    @property
-    def _block(self) -> str:
-        return ", ".join(self._names) or "no optimizer"
 
     # -- backward passes --
 
@@ -405,34 +394,25 @@ class ScaledBlock:
 start_no_graph(ScaledBlock._scaled_passes)
 
 
-def _unscale_apart(
-    guards: Sequence[StepGuard], params: Sequence[Tensor], scale: Scale, blank: Callable[[Any], Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Unscale the gradients that are of one optimizer alone, if that has checks of earlier blocks.
+def _unscaled(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> list[Tensor]:
+    """Unscale the gradients of all guards, and return flags of what this block made inf or nan.
 
     An overflow of an earlier block stays in the gradients of its optimizer. It says nothing of this loss, so an
     optimizer whose earlier check tells of one has no part in the flags.
-
-    Args:
-        guards: Of all optimizers of the block.
-        params: All parameters with gradients.
-        scale: The scale of the block.
-        blank: Gives a flag on a device.
-
-    Returns:
-        The parameters that are left, and flags of what the block made inf or nan in the others.
     """
+    params = [param for guard in guards for param in guard.grads.params() if param.grad is not None]
+    waiting = [guard for guard in guards if guard.grads.checks] if len(guards) > 1 else []
+    if not waiting:
+        return unscale_(params, scale, scaler.unread.blank)
     # Inf in a gradient that several of them step by concerns those without an earlier check too.
     count = Counter(id(param.grad) for param in params)
     flags: list[Tensor] = []
-    left = list(params)
-    for guard in guards:
-        if guard.grads.checks:
-            own = [param for param in guard.grads.params() if count[id(param.grad)] == 1]
-            flags += _without_earlier(guard.grads.checks, unscale_(own, scale, blank))
-            unscaled = {id(param.grad) for param in own}
-            left = [param for param in left if id(param.grad) not in unscaled]
-    return left, flags
+    for guard in waiting:
+        own = [param for param in guard.grads.params() if count[id(param.grad)] == 1]
+        flags += _without_earlier(guard.grads.checks, unscale_(own, scale, scaler.unread.blank))
+        unscaled = {id(param.grad) for param in own}
+        params = [param for param in params if id(param.grad) not in unscaled]
+    return [*flags, *unscale_(params, scale, scaler.unread.blank)]
 
 
 def _without_earlier(checks: Sequence[OverflowCheck], flags: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -164,6 +164,11 @@ class GuardedGrads:
         """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
+    def collect(self, *, new_pass: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
+        if self.masters is not None:
+            self.masters.collect(new_pass=new_pass)
+
     @property
     def scalers(self) -> Sequence[LossScaler]:
         """All loss scalers of the optimizer, in the same order on all ranks."""
@@ -505,8 +510,7 @@ class StepGuard:
         self.owner().step_begins(self)
         if not callable(closure):
             self.owner().refuse_scaled(self)
-        if self.masters is not None:
-            self.masters.collect()
+        self.grads.collect()
         self.grads.finish_delayed()
         self.grads.recheck(makes_gradients=callable(closure), last_step=last_step)
         try:
@@ -534,14 +538,13 @@ class StepGuard:
         return self.owner().steps.refuses(self.optimizer, self)
 
     def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        optimizer = self.optimizer
-        # Asked here too, as most optimizers have none.
-        flag = self._flag_for_device(optimizer) if getattr(optimizer, "_step_supports_amp_scaling", False) else None
+        flag = self._flag_for_device()
         if flag is None:
             blamed = self.grads.resolve()
             if blamed is not None or self.is_refused():
                 return self.skip(blamed)
             return self.take(original, args, kwargs)
+        optimizer = self.optimizer
         known = state_size(optimizer)
         optimizer.found_inf = flag
         try:
@@ -562,12 +565,13 @@ class StepGuard:
         if self.masters is not None and self.skips.step.skipped_by is None:
             self.masters.copy_down()
 
-    def _flag_for_device(self, optimizer: Any) -> Tensor | None:
+    def _flag_for_device(self) -> Tensor | None:
         """Return the flag of an overflow that the optimizer takes on its device; None where checks are to be read.
 
         The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
         too, nor where the program has given a flag itself.
         """
+        optimizer = self.optimizer
         if (
             not takes_flag(optimizer)
             or getattr(optimizer, "found_inf", None) is not None

@@ -618,7 +618,7 @@ class LossScalers:
         Raises:
             UsageError: There is none of that number.
         """
-        latest = self.all if self._current is None else self._current
+        latest = self.latest
         try:
             choices = [self._by_optimizer.get(optimizer, latest) for optimizer in as_list(optimizers)] or [latest]
         except TypeError:

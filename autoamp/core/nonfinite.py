@@ -223,8 +223,8 @@ class NonFiniteSteps:
         flag = _holds_non_finite(grads, losses)
         if flag is None:
             return False
-        # It was counted as it began.
-        number = self._optimizers.steps.all - 1
+        # A guarded step was counted as it began.
+        number = self._optimizers.steps.all - (guard is not None)
         if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False

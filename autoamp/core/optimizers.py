@@ -184,8 +184,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             return
         if guard.masters is not None and not guard.scaled:
             self.check_underflow(guard.optimizer)
-        if several_processes():
-            self.compare_settings(guard)
+        self.compare_settings(guard)
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
@@ -299,7 +298,8 @@ class LossBlock(NeedsWith):
         delay_unscale: As for `ScaledBlock`.
     """
 
-    _block: ScaledBlock
+    # While it is open.
+    _block: ScaledBlock | None = None
 
     def __init__(
         self, owner: GuardedOptimizers, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool
@@ -328,25 +328,33 @@ class LossBlock(NeedsWith):
                 owner.forget_added(guard)
             left = owner.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
         owner.steps.note(loss, scaler.scale_without_sync(), waits=True)
-        self._block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
-        scale = self._block.__enter__()
+        block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
+        scale = block.__enter__()
+        self._block = block
         try:
             for param, earlier, reason in left:
                 # The block multiplied them by its scale once more.
                 owner.left_scaled.note([param], earlier, reason)
             scaled = scaled_loss(loss, scale)
             if scaler.checks and not torch.compiler.is_compiling():
-                self._block.watch(loss, scaled, owner.left_scaled)
+                block.watch(loss, scaled, owner.left_scaled)
         except BaseException as error:
             self.__exit__(type(error))
             raise
         return scaled
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        block, self._block = self._block, None
         try:
-            self._block.__exit__(kind)
+            if block is not None:
+                block.__exit__(kind)
         finally:
             self._owner.casts.cache.clear()
+
+    def __del__(self) -> None:
+        # Of a program that begins and ends blocks itself, and was left by an exception between the two.
+        if self._block is not None:
+            self.__exit__(GeneratorExit)
 
 
 def steps_any_of(models: Iterable[Module], optimizer: Any) -> bool:
@@ -398,8 +406,7 @@ def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     none = total_norm((), norm_type)
     norms: list[Tensor] = []
     for guard in guards:
-        if guard.masters is not None:
-            guard.masters.collect()
+        guard.grads.collect()
         guard.grads.finish_delayed()
         norms.append(guard.grads.norm(norm_type))
     if not norms:

@@ -285,19 +285,19 @@ class Steps:
         for scaled in self._listeners.loss_scaled:
             scaled(loss, scale)
 
-    def begin(self, step: Step, *, plain: bool = False) -> None:
-        """Count a step: an optimizer is called.
+    def begin(self, step: Step, *, guarded: bool = True) -> None:
+        """Take note that an optimizer is called.
 
         Args:
-            step: It.
-            plain: Whether the optimizer has no guard.
+            step: The step, which is counted here if the optimizer has a guard.
+            guarded: Whether it has one. Without one the step counts once it was taken.
         """
         self._ended, self.reads_flags = True, False
         # One that refuses the step raises: it does not count.
         for begun in self._listeners.step_begun:
             self.reads_flags |= begun()
         self.last = step
-        self.plain, self.guarded = self.plain + plain, self.guarded + (not plain)
+        self.guarded += guarded
 
     def end(self, step: Step) -> None:
         """Take note that a step was taken or skipped, as it tells."""
@@ -435,8 +435,7 @@ class Skips:
             scale: The one that was too high.
             late: Whether others may have been taken since.
         """
-        if self.step.unread is not None:
-            self.step.unread.catch_up()
+        self.catch_up()
         step.unread, step.is_late = None, late
         owner = self.owner()
         if skipped_by is None:

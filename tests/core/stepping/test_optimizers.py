@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -432,6 +433,43 @@ def test_a_loss_that_is_inf_is_seen_in_whatever_holds_the_roots_of_a_pass(kind: 
     torch.autograd.backward(kind([loss + loss.detach() * math.inf]))
     with pytest.raises(autoamp.NonFiniteGradientsError, match="inf or nan in the loss"):
         optimizer.step()
+    handle.deactivate()
+
+
+def test_a_block_that_is_dropped_before_its_end_leaves_true_gradients_and_free_optimizers() -> None:
+    """A loop that calls the two methods itself, as callbacks do, and is left by an exception between them."""
+    parameter, optimizer = sgd()
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=128.0)
+
+    def batch(*, fails: bool) -> None:
+        block = handle.scale_loss(parameter.sum(), optimizer)
+        block.__enter__().backward()
+        if fails:
+            raise RuntimeError("the batch is lost")
+        block.__exit__(None, None, None)
+
+    with pytest.raises(RuntimeError, match="the batch is lost") as raised:
+        batch(fails=True)
+    del raised
+    gc.collect()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1.0, 1.0]
+    optimizer.zero_grad()
+    batch(fails=False)
+    optimizer.step()
+    assert parameter.grad.tolist() == [1.0, 1.0]
+    assert not handle.last_step_skipped
+    handle.deactivate()
+
+
+def test_steps_without_a_guard_count_once_they_were_taken() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="raise")
+    parameter, optimizer = sgd()
+    for value, steps in ((1.0, 1), (math.inf, 1), (1.0, 2)):
+        parameter.grad = torch.full((2,), value)
+        with pytest.raises(autoamp.NonFiniteGradientsError) if value == math.inf else contextlib.nullcontext():
+            optimizer.step()
+        assert handle.stats["steps"] == steps
     handle.deactivate()
 
 
