@@ -399,7 +399,7 @@ class OptimizerSteps:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
         left = self._optimizers.left_scaled
         scaled = [guard for guard in self._optimizers.guards if _is_scaled(guard)]
-        if not left.noted and (not scaled or self._warned_of_clipping):
+        if not left.any_noted and (not scaled or self._warned_of_clipping):
             return
         params = list(params)
         if function == "get_total_norm":

@@ -36,12 +36,11 @@ class LeftScaled:
         guards: Returns the guards of a handle.
 
     Attributes:
-        noted: What is noted of each parameter.
         threads: Those that have had blocks.
     """
 
     def __init__(self, guards: Callable[[], Iterable[StepGuard]]) -> None:
-        self.noted: Any = WeakIdKeyDictionary()
+        self._noted: Any = WeakIdKeyDictionary()
         self._guards = guards
         # All optimizers of torch's class; None until a backward pass of a scaled loss asks for them.
         self._living: weakref.WeakSet[Any] | None = None
@@ -49,9 +48,15 @@ class LeftScaled:
         self._in_no_optimizer: list[weakref.ref[Tensor]] = []
         self.threads: set[int] = set()
 
+    @property
+    def any_noted(self) -> bool:
+        """Whether any parameter is noted."""
+        # What `WeakIdKeyDictionary.__len__` counts, without its call.
+        return bool(self._noted.data)
+
     def params(self) -> list[Tensor]:
         """Return all parameters of which a note was taken."""
-        return [param for reference in list(self.noted.data) if (param := reference()) is not None]
+        return [param for reference in list(self._noted.data) if (param := reference()) is not None]
 
     def note(self, params: Iterable[Tensor], scale: Scale, reason: str) -> None:
         """Take note of what a pass left scaled.
@@ -63,7 +68,7 @@ class LeftScaled:
         """
         for param in params:
             if param.grad is not None:
-                self.noted[param] = mark_of(param.grad), scale, reason
+                self._noted[param] = mark_of(param.grad), scale, reason
 
     def note_written(self, params: Sequence[Tensor], scale: Scale, reason: str) -> None:
         """Take note of those parameters whose gradients the pass that calls is going to write, at its end.
@@ -89,20 +94,20 @@ class LeftScaled:
     def forget(self, params: Iterable[Tensor]) -> None:
         """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""
         for param in params:
-            self.noted.pop(param, None)
+            self._noted.pop(param, None)
 
     def left(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Scale, str]]:
         """Return those of these parameters that are noted and whose gradients are the same still, with their notes."""
         found: list[tuple[Tensor, Scale, str]] = []
-        for param in params if self.noted else ():
-            noted = self.noted.get(param)
+        for param in params if self.any_noted else ():
+            noted = self._noted.get(param)
             if noted is not None:
                 mark, scale, reason = noted
                 if param.grad is not None and is_same_gradient(mark, param.grad):
                     found.append((param, scale, reason))
                 else:
                     # What was written to, or replaced, is the program's from now on.
-                    del self.noted[param]
+                    del self._noted[param]
         return found
 
     def refuse(self, action: str, params: Iterable[Tensor]) -> None:
@@ -363,7 +368,7 @@ class ScaledBlock:
             self._passes_late()
             return
         others = left_scaled.others(self._guards, self.scale)
-        if left_scaled.noted:
+        if left_scaled.any_noted:
             own = (param for guard in self._guards for param in guard.grads.leaves())
             reached = [param for param, *_ in left_scaled.left(own) if engine_reaches(param)]
             left_scaled.refuse("scaled_loss.backward() would add to", reached)

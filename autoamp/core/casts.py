@@ -12,6 +12,7 @@ written to, as far as torch records it.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections import Counter
@@ -37,7 +38,8 @@ KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
 """A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
 
 Of a parameter that is its storage, referenced so that its address is not used again: a storage that a later ``.data =``
-brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
+brings in has another one. Of an activation it is whether it was a leaf, and the stream in
+use.
 """
 
 HALF_MODEL = "half model"
@@ -344,17 +346,17 @@ class CastCache:
             and last[5] == state
             and last[1].requires_grad
             and torch.is_grad_enabled()
+            # A wrapper of torch.func is dead outside its transform.
+            and not is_transformed(last[1])
             and _is_valid(last)
         ):
             return last[1]
         cast = convert(tensor)
-        if cast.requires_grad:
-            try:
-                # A wrapper of torch.func has no address, and is dead outside its transform.
-                cast.data_ptr()
-                self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
-            except RuntimeError:
-                self.local.last_activation = None
+        try:
+            self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
+        except RuntimeError:
+            # An inference tensor has no version, and a wrapper of torch.func no address.
+            self.local.last_activation = None
         return cast
 
 
@@ -383,8 +385,18 @@ _TENSORS = frozenset({Tensor, Parameter})
 CastArgs = Callable[..., Sequence[Any]]
 """Casts a sequence of arguments, however nested, into a new one; returns the same object where nothing is cast.
 
+The caller sees to it that no torch.autocast region casts.
+
 With ``shares=False``, as second argument, an activation is cast anew and its cast is not kept.
 """
+
+
+def asks_for_device(device_type: str) -> Callable[[Tensor], bool]:
+    """Return what tells whether a tensor is on a device of this type."""
+    # To read these attributes takes a third of the time of ``tensor.device.type``.
+    if device_type in ("cpu", "cuda"):
+        return operator.attrgetter(f"is_{device_type}")
+    return lambda tensor: tensor.device.type == device_type
 
 
 def build_caster(
@@ -403,47 +415,47 @@ def build_caster(
         cache: Keeps casts of parameters, and of the last activation; None to keep none.
         count: The number of casts, its one element, but of those in compiled code and in calls with sparse tensors.
     """
-    castable, strided, plain = CASTABLE_DTYPES, torch.strided, PLAIN_TYPES
-    # Reading these attributes takes a third of the time of ``tensor.device.type``.
-    on_cpu, on_cuda = device_type == "cpu", device_type == "cuda"
-    any_autocast, autocast_rules = is_any_autocast_enabled, is_autocast_enabled
+    wanted, strided, plain, is_here = (
+        CASTABLE_DTYPES - {target},
+        torch.strided,
+        PLAIN_TYPES,
+        asks_for_device(device_type),
+    )
     local: Any = None if cache is None else cache.local
     cached: Any = None if cache is None else cache.cast
     cast_activation: Any = None if cache is None else cache.cast_activation
 
     def cast_traced(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
         # A compiler shares casts within its graph.
-        return args if any_autocast() and autocast_rules(device_type) else _cast_all(args, target, convert, device_type)
+        return _cast_all(args, target, convert, device_type)
 
     @trace_as(cast_traced)
     def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
-        # In an autocast region of this device type torch casts.
-        if any_autocast() and autocast_rules(device_type):
-            return args
-        param_casts, pins, new = None, None, None
+        param_casts, pins, new = None, {}, None
         if cache is not None:
             param_casts, pins = local.param_casts, cache.pins
         for place, arg in enumerate(args):
             kind = type(arg)
             if kind is Tensor or kind is Parameter or (kind not in plain and isinstance(arg, Tensor)):
-                dtype = arg.dtype
-                if dtype is target or dtype not in castable:
+                if arg.dtype not in wanted:
                     continue
-                if not (arg.is_cpu if on_cpu else arg.is_cuda if on_cuda else arg.device.type == device_type):
+                if not is_here(arg):
                     continue
                 if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
                     common = dtype_with_sparse(iter_tensors(args), target)
                     return _cast_all(args, common, convert if common is target else Tensor.float, device_type)
-                if kind is Parameter and (
-                    (param_casts is not None and id(arg) in param_casts) or (pins and id(arg) in pins)
-                ):
-                    cast = cached(arg, convert)
+                if kind is Parameter:
+                    key = id(arg)
+                    if key in pins or (param_casts is not None and key in param_casts):
+                        cast = cached(arg, convert)
+                    else:
+                        if param_casts is not None:
+                            # Most are used once in a module call. From the second use on the cast is kept.
+                            param_casts[key] = None
+                        cast = convert(arg)
                 elif kind is Tensor and shares and param_casts is not None and arg.requires_grad:
                     cast = cast_activation(arg, convert)
                 else:
-                    if kind is Parameter and param_casts is not None:
-                        # Most are used once in a module call. From the second use on the cast is kept.
-                        param_casts[id(arg)] = None
                     cast = convert(arg)
                 count[0] += 1
             elif kind in plain:
@@ -491,7 +503,7 @@ def dtype_with_sparse(tensors: Iterable[Tensor], target: torch.dtype) -> torch.d
 
 def cast_call(cast_args: CastArgs, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """Cast the arguments of a call, by position and by name."""
-    if not kwargs:
+    if all(type(value) in PLAIN_TYPES for value in kwargs.values()):
         return cast_args(args), kwargs
     given = (*args, *kwargs.values())
     new = cast_args(given)
@@ -556,6 +568,7 @@ class CastState:
     ) -> None:
         self.dtype = dtype
         self.device_type = device_type
+        self._is_here = asks_for_device(device_type)
         self.local = ThreadState()
         self._on = on
         self.is_open = False
@@ -640,7 +653,7 @@ class CastState:
         """Whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""
         return (
             tensor.dtype in CASTABLE_DTYPES
-            and tensor.device.type == self.device_type
+            and self._is_here(tensor)
             and tensor.layout in CASTABLE_LAYOUTS
             and not self.autocast_rules()
         )
@@ -665,12 +678,12 @@ class CastState:
         """
 
     def to_half(self, value: Any) -> Any:
-        """Cast one value, however nested, to the half dtype."""
-        return self._value_casters[self.dtype]((value,), False)[0]
+        """Cast one value, however nested, to the half dtype, but where torch casts."""
+        return value if self.autocast_rules() else self._value_casters[self.dtype]((value,), False)[0]
 
     def to_fp32(self, value: Any) -> Any:
-        """Cast one value, however nested, to fp32."""
-        return self._value_casters[torch.float32]((value,), False)[0]
+        """Cast one value, however nested, to fp32, but where torch casts."""
+        return value if self.autocast_rules() else self._value_casters[torch.float32]((value,), False)[0]
 
     def promote_args(self, args: Sequence[Any], shares: bool = False) -> Sequence[Any]:
         """Cast a sequence of arguments to fp32, where the tensors that `eligible` admits have several dtypes."""

@@ -5,8 +5,8 @@ in the gradients is seen before the optimizer writes it into weights.
 
 bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. If the step is to be skipped or to raise, all
 gradients are looked at, and the host waits for the device. For a warning the loss is enough: gradients that are not
-finite make the next loss so. On a CPU the gradients of the first vectors, such as biases, tell of most backward passes
-in the same step: these reach them last, and inf and nan go with them. On other devices a flag is read once it has
+finite make the next loss so. On a CPU the gradient of the first vector, such as a bias, tells of most backward passes
+in the same step: these reach it last, and inf and nan go with them. On other devices a flag is read once it has
 arrived.
 """
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -35,9 +37,8 @@ from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.tensors import iter_tensors
 from autoamp.torch_private import current_graph_task
 
-_VECTORS = 4
-# So many elements are copied in less time than a norm takes to begin.
-_FEW = 2**14
+_KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu")
+_PLAIN = {(Tensor, torch.float32, torch.strided, True)}
 # A scale that was backed off to 0 is told as this.
 _LOWEST = 2.0**-126
 
@@ -217,15 +218,15 @@ class NonFiniteSteps:
                     "choose on_nonfinite='raise'"
                 )
             if losses and not waits:
-                vectors = (param for param in params if param.dim() < 2 and param.is_cpu)
-                params = list(itertools.islice(vectors, _VECTORS))
+                reached = (one for one in params if one.dim() < 2 and one.is_cpu and one.grad is not None)
+                params = list(itertools.islice(reached, 1))
             grads = [param.grad for param in params if param.grad is not None]
         flag = _holds_non_finite(grads, losses)
         if flag is None:
             return False
         # A guarded step was counted as it began.
         number = self._optimizers.steps.all - (guard is not None)
-        if not waits and self._unread.serves(flag.device):
+        if isinstance(flag, Tensor) and not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
         names: Sequence[str] = ()
@@ -311,8 +312,8 @@ class NonFiniteSteps:
         return told
 
 
-def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | None:
-    """Return a flag of one element that tells of inf or nan in any of these; None where there are none.
+def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | bool | None:
+    """Return whether any of these hold inf or nan, as a flag of one element on a device; None where there are none.
 
     On a CPU it may be set for finite values above 1e19 too, where they are many: a largest value takes 30 times as long
     as a 2-norm.
@@ -323,13 +324,10 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
     if not grads:
         # 0, or nan where a loss is inf or nan. On a GPU a norm takes more kernels, and copies.
         return functools.reduce(torch.add, ((loss - loss).to(local[0].device) for loss in local))
-    on_cpu = all(tensor.is_cpu for tensor in local)
-    is_plain = all(type(one) is Tensor and one.layout is torch.strided and one.is_floating_point() for one in local)
-    if on_cpu and is_plain and sum(tensor.numel() for tensor in local) <= _FEW:
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in local])
-        # 0, or nan.
-        return (flat - flat).sum()
-    norm_type = 2.0 if on_cpu else torch.inf
+    if {*map(_KIND, local)} == _PLAIN:
+        # Read at once: nothing runs ahead of the host.
+        return not all(map(math.isfinite, torch._foreach_norm(local)))
+    norm_type = 2.0 if all(tensor.is_cpu for tensor in local) else torch.inf
     return total_norm(local, norm_type).isfinite().logical_not()
 
 

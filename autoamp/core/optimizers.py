@@ -188,7 +188,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
-        if self.left_scaled.noted:
+        if self.left_scaled.any_noted:
             self.forget_added(guard)
             self.left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
 
@@ -323,7 +323,7 @@ class LossBlock(NeedsWith):
         left: Sequence[tuple[Tensor, Scale, str]] = ()
         for guard in guards:
             guard.scaled = True
-        if owner.left_scaled.noted:
+        if owner.left_scaled.any_noted:
             for guard in guards:
                 owner.forget_added(guard)
             left = owner.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())

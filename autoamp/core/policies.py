@@ -324,15 +324,17 @@ def _cast_and_call(
         mode = local.mode
         if mode.on is not active:
             return when_off(*args, **kwargs)
-        # In an autocast region of this device type torch casts.
-        if count is not None and not (any_autocast() and casts.autocast_rules()):
-            count[0] += 1
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
             own_mode = vars(mode)
             before = own_mode.get("on")
             own_mode["on"] = False
         try:
+            if any_autocast() and casts.autocast_rules():
+                # Torch casts.
+                return original(*args, **kwargs)
+            if count is not None:
+                count[0] += 1
             if special_case_applies and special_case is not None:
                 result = special_case(args, kwargs)
                 if result is not NotImplemented:

@@ -404,7 +404,7 @@ class ModuleCalls:
         casts, precisions, forward_dtypes, listeners = self.casts, self.precisions, self.forward_dtypes, self.listeners
         local, cache, in_modules = casts.local, casts.cache, casts.in_modules
         compiling = torch.compiler.is_dynamo_compiling
-        has_class_rules, has_rules = precisions.has_class_rules, precisions.has_rules
+        is_plain, has_rules = not precisions.has_class_rules, precisions.has_rules
 
         def precision_of(module: Module) -> ModulePrecision | None:
             # After `dtypes.switch`, which lifts a default that forces casts off outside of models. In half models
@@ -425,38 +425,43 @@ class ModuleCalls:
                 widens = not casts.autocast_rules()
             return widens, begun is None
 
-        def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-            result, told = None, []
+        def call(*given: Any, **kwargs: Any) -> Any:
+            # Most calls are within another one, which keeps casts. To pass on what was given as it came takes half the
+            # time.
+            if not compiling() and local.param_casts is not None and TAGS not in given[0].__dict__ and is_plain:
+                return original(*given, **kwargs)
+            self, args, result, told = given[0], given[1:], None, []
             if compiling():
                 # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
                 # does not pass for this. `forced_off` is never None.
                 if not (in_modules or precisions.any or forward_dtypes.values) and local.now().forced_off is not None:
                     return original(self, *args, **kwargs)
-            elif local.param_casts is not None and TAGS not in self.__dict__ and not has_class_rules:
-                return original(self, *args, **kwargs)
             else:
                 if local.param_casts is None:
                     refresh_params()
                 if listeners.call_begun:
                     told = [begun(self, args, kwargs) for begun in listeners.call_begun]
             tokens: list[Token] = []
-            dtypes, look, keeps_casts, widens, is_bare = forward_dtypes.get(self), None, False, False, False
+            dtypes, look, keeps_casts, widens, is_bare = None, None, False, False, False
             try:
                 try:
-                    if dtypes is not None:
-                        args, kwargs = cast_structure((args, kwargs), dtypes.inputs, doubles=dtypes.doubles)
-                        tokens += dtypes.switch(casts)
-                        if not compiling() and dtypes.buffers is not None:
-                            look = dtypes.buffers.begin(self)
-                    # `initialize` looks up the paths of models that it casts.
-                    outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
-                    if outermost and (in_modules or local.now().on is True):
-                        precisions.begin_model(self)
-                    precision = precision_of(self)
-                    if precision is not None and precision is not ModulePrecision.NONE:
-                        cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
-                        args, kwargs = _cast_nested((args, kwargs), cast)
-                    widens, is_bare = switch(self, precision, tokens)
+                    # Where modules are not alike.
+                    if in_modules or has_rules or precisions.any or forward_dtypes.values:
+                        dtypes = forward_dtypes.get(self)
+                        if dtypes is not None:
+                            args, kwargs = cast_structure((args, kwargs), dtypes.inputs, doubles=dtypes.doubles)
+                            tokens += dtypes.switch(casts)
+                            if not compiling() and dtypes.buffers is not None:
+                                look = dtypes.buffers.begin(self)
+                        # `initialize` looks up the paths of models that it casts.
+                        outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
+                        if outermost and (in_modules or local.now().on is True):
+                            precisions.begin_model(self)
+                        precision = precision_of(self)
+                        if precision is not None and precision is not ModulePrecision.NONE:
+                            cast = casts.to_fp32 if precision is ModulePrecision.FP32 else casts.to_half
+                            args, kwargs = _cast_nested((args, kwargs), cast)
+                        widens, is_bare = switch(self, precision, tokens)
                     # Compiled code keeps no casts from call to call: a compiler shares them itself. Nor does
                     # `torch.jit.trace`, whose check traces again and finds another graph.
                     if not compiling():

@@ -66,8 +66,8 @@ def test_a_region_of_torch_casts_its_own_device_type_and_we_do_not() -> None:
         try:
             assert casts.autocast_rules() is not ours
             assert casts.eligible(x) is ours
-            assert (casts.args_to_half((x,))[0] is not x) is ours
-            assert (casts.args_to_fp32((x.half(),))[0].dtype is torch.float32) is ours
+            assert (casts.to_half(x) is not x) is ours
+            assert (casts.to_fp32(x.half()).dtype is torch.float32) is ours
         finally:
             torch.set_autocast_enabled(device_type, False)
     assert casts.args_to_half((x,))[0].dtype is torch.float16
