@@ -38,8 +38,7 @@ KeptCast = tuple[Tensor, Tensor, int, int, int, Any]
 """A tensor and its cast, the versions of both, the tensor's address when the cast was made, and one thing more.
 
 Of a parameter that is its storage, referenced so that its address is not used again: a storage that a later ``.data =``
-brings in has another one. Of an activation it is whether it was a leaf, and the stream in
-use.
+brings in has another one. Of an activation it is whether it was a leaf, and the stream in use.
 """
 
 HALF_MODEL = "half model"
