@@ -414,12 +414,8 @@ def build_caster(
         cache: Keeps casts of parameters, and of the last activation; None to keep none.
         count: The number of casts, its one element, but of those in compiled code and in calls with sparse tensors.
     """
-    wanted, strided, plain, is_here = (
-        CASTABLE_DTYPES - {target},
-        torch.strided,
-        PLAIN_TYPES,
-        asks_for_device(device_type),
-    )
+    wanted, strided, plain = CASTABLE_DTYPES - {target}, torch.strided, PLAIN_TYPES
+    is_here = asks_for_device(device_type)
     local: Any = None if cache is None else cache.local
     cached: Any = None if cache is None else cache.cast
     cast_activation: Any = None if cache is None else cache.cast_activation

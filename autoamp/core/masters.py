@@ -143,7 +143,8 @@ class MasterWeights:
                 fresh.append((half, link))
             else:
                 _share(half, link, grad)
-        _widen(fresh)
+        if fresh:
+            _widen(fresh)
         for half, link, earlier in self._stashed.take():
             grad = link.master.grad
             _share(half, link, earlier if grad is None else earlier.add_(grad))
@@ -399,8 +400,9 @@ def _parts(pairs: list[tuple[Tensor, Link]]) -> Iterator[list[tuple[Tensor, Link
     In one part all gradients would be there in both dtypes, which is when memory is shortest. Each part is half of what
     is left, the largest first: until the last part there are fewer bytes than all gradients have in fp32.
     """
-    pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
     left, begin, taken = sum(half.numel() for half, _ in pairs), 0, 0
+    if left > _SMALL:
+        pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
     for end, (half, _) in enumerate(pairs):
         size = half.numel()
         if taken and left > _SMALL and taken + size > left // 2:
