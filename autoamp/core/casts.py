@@ -25,6 +25,7 @@ from torch.nn import Module, Parameter
 
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, PLAIN_TYPES, iter_tensors, map_tensors
 from autoamp.torch_private import (
+    current_stream,
     is_any_autocast_enabled,
     is_autocast_enabled,
     is_transformed,
@@ -338,7 +339,7 @@ class CastCache:
         last = self.local.last_activation
         # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
         # may not be computed yet.
-        state = tensor.is_leaf, None if tensor.is_cpu else torch.accelerator.current_stream(tensor.device)
+        state = tensor.is_leaf, None if tensor.is_cpu else current_stream(tensor)
         if (
             last is not None
             and last[0] is tensor
@@ -455,7 +456,10 @@ def build_caster(
                 count[0] += 1
             elif kind in plain:
                 continue
-            elif (kind is list or kind is tuple) and all(type(item) in _TENSORS for item in arg):
+            elif (kind is list or kind is tuple) and plain.issuperset(map(type, arg)):
+                # Usually the shape of a norm, or the strides of a convolution.
+                continue
+            elif (kind is list or kind is tuple) and _TENSORS.issuperset(map(type, arg)):
                 # Usually the weights of a recurrent layer, or its states.
                 cast = cast_args(arg, shares)
                 cast = tuple(cast) if kind is tuple else cast
