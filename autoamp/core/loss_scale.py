@@ -413,7 +413,6 @@ class DynamicLossScaler(LossScaler):
         self.growth_interval = int(growth_interval)
         # The scale and the growth tracker, fp32 and int32 tensors without dimensions; None where they must be made of
         # the numbers first.
-        self._on_host: _State | None = None
         self._on_device: _State | None = None
         super().__init__(self._within_limits(init_scale))
 
@@ -483,22 +482,22 @@ class DynamicLossScaler(LossScaler):
         # Updates from before a setting is changed go by the old one.
         if name in _SETTINGS and "unread" in vars(self):
             self._leave_device()
-            self._on_host = None
         super().__setattr__(name, value)
 
-    @torch.no_grad()
     def _move(self, found_inf: bool) -> None:
-        state = self._on_host = self._on_host or self._state_on(_CPU)
+        stays = not found_inf and self._unskipped + 1 < self.growth_interval
+        state = None if stays and self._loss_scale == self._within_limits(self._loss_scale) else self._state_on(_CPU)
         super()._move(found_inf)
-        self._apply_rule(*state, _FLAGS[found_inf])
-        self._loss_scale, self._unskipped = float(state[0]), int(state[1])
+        if state is not None:
+            with torch.no_grad():
+                self._apply_rule(*state, _FLAGS[found_inf])
+            self._loss_scale, self._unskipped = float(state[0]), int(state[1])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
         self._leave_device()
         super().load_state_dict(state_dict)
         self._loss_scale = self._within_limits(self._loss_scale)
-        self._on_host = None
 
     def _within_limits(self, scale: float) -> float:
         limited = min(max(scale, self.min_loss_scale), self.max_loss_scale)
@@ -506,7 +505,7 @@ class DynamicLossScaler(LossScaler):
         return ctypes.c_float(limited).value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_on_host": None, "_on_device": None}
+        return {**super().__getstate__(), "_on_device": None}
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("loss_scale", *_SETTINGS))

@@ -321,12 +321,13 @@ def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tens
     local = [local_of(tensor) for tensor in (*grads, *losses)]
     if not local:
         return None
+    if {*map(_KIND, local)} == _PLAIN:
+        # Read at once: nothing runs ahead of the host. A loss has one element.
+        norms = torch._foreach_norm(local[: len(grads)]) if grads else []
+        return not all(map(math.isfinite, (*local[len(grads) :], *norms)))
     if not grads:
         # 0, or nan where a loss is inf or nan. On a GPU a norm takes more kernels, and copies.
         return functools.reduce(torch.add, ((loss - loss).to(local[0].device) for loss in local))
-    if {*map(_KIND, local)} == _PLAIN:
-        # Read at once: nothing runs ahead of the host.
-        return not all(map(math.isfinite, torch._foreach_norm(local)))
     norm_type = 2.0 if all(tensor.is_cpu for tensor in local) else torch.inf
     return total_norm(local, norm_type).isfinite().logical_not()
 
