@@ -188,6 +188,9 @@ class AutoScale:
             inputs: Any = None,
         ) -> None:
             roots = _listed(tensors)
+            if not (self.active or self._passes.by_run):
+                original(roots, grad_tensors, retain_graph, create_graph, grad_variables=grad_variables, inputs=inputs)
+                return
             inputs, grad_tensors, grad_variables = (
                 None if given is None else _listed(given) for given in (inputs, grad_tensors, grad_variables)
             )

@@ -318,11 +318,12 @@ class RunningPasses:
 
     Attributes:
         casts_off: As given.
+        by_run: The passes.
         hooked: The threads within a hook of the program, with the run that it is called by.
     """
 
     def __init__(self, casts_off: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._by_run: dict[int, ScaledPass] = {}
+        self.by_run: dict[int, ScaledPass] = {}
         self.casts_off = casts_off
         self.hooked: list[tuple[int, int]] = []
 
@@ -343,16 +344,16 @@ class RunningPasses:
         # on a device.
         here = threading.current_thread()
         if here.ident == thread or isinstance(here, threading._DummyThread):
-            self._by_run.setdefault(current_graph_task(), running)
+            self.by_run.setdefault(current_graph_task(), running)
 
     def end(self, running: ScaledPass) -> None:
         """Forget a pass."""
-        for number in [number for number, other in list(self._by_run.items()) if other is running]:
-            self._by_run.pop(number, None)
+        for number in [number for number, other in list(self.by_run.items()) if other is running]:
+            self.by_run.pop(number, None)
 
     def now(self) -> ScaledPass | None:
         """Return the pass within which this is called, None where it is none."""
-        return self._by_run.get(current_graph_task()) if self._by_run else None
+        return self.by_run.get(current_graph_task()) if self.by_run else None
 
     def joinable(self) -> ScaledPass | None:
         """Return the pass of which a run of the engine that begins now is a part, None if it is a pass of its own.

@@ -178,7 +178,14 @@ def _copied(gradient: torch.Tensor) -> torch.Tensor:
 def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
     """Return half tensors in fp32, dense ones by one multi-tensor copy, and all others as they are."""
     given = list(tensors)
-    wide = [_wide_as(tensor) for tensor in given]
+    wide = [
+        tensor
+        if tensor.dtype not in HALF_DTYPES
+        else torch.empty_like(tensor, dtype=torch.float32)
+        if tensor.layout is torch.strided
+        else tensor.float()
+        for tensor in given
+    ]
     olds = [old for old in given if old.dtype in HALF_DTYPES and old.layout is torch.strided]
     if olds:
         news = [new for new, old in zip(wide, given, strict=True) if new is not old and old.layout is torch.strided]
@@ -186,13 +193,6 @@ def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
             news, olds = list(map(local_of, news)), list(map(local_of, olds))
         torch._foreach_copy_(news, olds)
     return wide
-
-
-def _wide_as(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for a dense half tensor in fp32, any other half tensor in fp32, and all others as they are."""
-    if tensor.dtype not in HALF_DTYPES:
-        return tensor
-    return torch.empty_like(tensor, dtype=torch.float32) if tensor.layout is torch.strided else tensor.float()
 
 
 def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
