@@ -51,7 +51,7 @@ class LeftScaled:
     @property
     def any_noted(self) -> bool:
         """Whether any parameter is noted."""
-        # What `WeakIdKeyDictionary.__len__` counts, without its call.
+        # Dynamo does not trace `WeakIdKeyDictionary.__len__`, which takes longer, too.
         return bool(self._noted.data)
 
     def params(self) -> list[Tensor]:

@@ -352,11 +352,12 @@ class CastCache:
         ):
             return last[1]
         cast = convert(tensor)
-        try:
-            self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
-        except RuntimeError:
-            # An inference tensor has no version, and a wrapper of torch.func no address.
-            self.local.last_activation = None
+        if cast.requires_grad:
+            try:
+                self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
+            except RuntimeError:
+                # A wrapper of torch.func has no address.
+                self.local.last_activation = None
         return cast
 
 
@@ -418,6 +419,7 @@ def build_caster(
     wanted, strided, plain = CASTABLE_DTYPES - {target}, torch.strided, PLAIN_TYPES
     is_here = asks_for_device(device_type)
     local: Any = None if cache is None else cache.local
+    pins: dict[int, Any] = {} if cache is None else cache.pins
     cached: Any = None if cache is None else cache.cast
     cast_activation: Any = None if cache is None else cache.cast_activation
 
@@ -427,15 +429,11 @@ def build_caster(
 
     @trace_as(cast_traced)
     def cast_args(args: Sequence[Any], shares: bool = True) -> Sequence[Any]:
-        param_casts, pins, new = None, {}, None
-        if cache is not None:
-            param_casts, pins = local.param_casts, cache.pins
+        param_casts, new = None if local is None else local.param_casts, None
         for place, arg in enumerate(args):
             kind = type(arg)
             if kind is Tensor or kind is Parameter or (kind not in plain and isinstance(arg, Tensor)):
-                if arg.dtype not in wanted:
-                    continue
-                if not is_here(arg):
+                if arg.dtype not in wanted or not is_here(arg):
                     continue
                 if arg.layout is not strided and arg.layout not in CASTABLE_LAYOUTS:
                     common = dtype_with_sparse(iter_tensors(args), target)

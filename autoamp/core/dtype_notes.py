@@ -81,7 +81,7 @@ class _Failure:
         files = "".join((type(error).__module__, site.filename, *(one.filename for one in within)))
         self.is_compiled = re.match("torch._dynamo|.*<eval_with_key>.*_dynamo", files) is not None
         calls = (one.frame for one in frames if one.function == "call" and _is_ours(one, "core.scope"))
-        self.modules = [frame.f_locals["given"][0] for frame in calls]
+        self.modules = [frame.f_locals["self"] for frame in calls]
         self.tensors = _tensors_at(site)
         # A context manager of ours may stand between two entries of one frame.
         first = next(place for place, one in enumerate(frames) if one.frame is site.frame)

@@ -186,9 +186,10 @@ def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
         else tensor.float()
         for tensor in given
     ]
-    olds = [old for old in given if old.dtype in HALF_DTYPES and old.layout is torch.strided]
-    if olds:
-        news = [new for new, old in zip(wide, given, strict=True) if new is not old and old.layout is torch.strided]
+    pairs = zip(wide, given, strict=True)
+    copies = [(new, old) for new, old in pairs if new is not old and old.layout is torch.strided]
+    if copies:
+        news, olds = map(list, zip(*copies, strict=True))
         if not _PLAIN.issuperset(map(type, olds)):
             news, olds = list(map(local_of, news)), list(map(local_of, olds))
         torch._foreach_copy_(news, olds)

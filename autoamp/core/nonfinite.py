@@ -5,8 +5,8 @@ in the gradients is seen before the optimizer writes it into weights.
 
 bf16 and fp32 have no loss scale, and neither has fp16 at a scale of 1. If the step is to be skipped or to raise, all
 gradients are looked at, and the host waits for the device. For a warning the loss is enough: gradients that are not
-finite make the next loss so. On a CPU the gradient of the first vector, such as a bias, tells of most backward passes
-in the same step: these reach it last, and inf and nan go with them. On other devices a flag is read once it has
+finite make the next loss so. On a CPU the gradients of the first vectors, such as biases, tell of most backward passes
+in the same step: these reach them last, and inf and nan go with them. On other devices a flag is read once it has
 arrived.
 """
 
@@ -34,9 +34,10 @@ from autoamp.core.optimizers import GuardedOptimizers
 from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Skips, Step
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.tensors import iter_tensors
+from autoamp.tensors import iter_tensors, without_grad
 from autoamp.torch_private import current_graph_task
 
+_VECTORS = 4
 _KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu")
 _PLAIN = {(Tensor, torch.float32, torch.strided, True)}
 # A scale that was backed off to 0 is told as this.
@@ -219,7 +220,7 @@ class NonFiniteSteps:
                 )
             if losses and not waits:
                 reached = (one for one in params if one.dim() < 2 and one.is_cpu and one.grad is not None)
-                params = list(itertools.islice(reached, 1))
+                params = list(itertools.islice(reached, _VECTORS))
             grads = [param.grad for param in params if param.grad is not None]
         flag = _holds_non_finite(grads, losses)
         if flag is None:
@@ -312,6 +313,7 @@ class NonFiniteSteps:
         return told
 
 
+@without_grad
 def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | bool | None:
     """Return whether any of these hold inf or nan, as a flag of one element on a device; None where there are none.
 

@@ -404,7 +404,7 @@ class ModuleCalls:
         casts, precisions, forward_dtypes, listeners = self.casts, self.precisions, self.forward_dtypes, self.listeners
         local, cache, in_modules = casts.local, casts.cache, casts.in_modules
         compiling = torch.compiler.is_dynamo_compiling
-        is_plain, has_rules = not precisions.has_class_rules, precisions.has_rules
+        no_class_rules, has_rules = not precisions.has_class_rules, precisions.has_rules
 
         def precision_of(module: Module) -> ModulePrecision | None:
             # After `dtypes.switch`, which lifts a default that forces casts off outside of models. In half models
@@ -425,12 +425,12 @@ class ModuleCalls:
                 widens = not casts.autocast_rules()
             return widens, begun is None
 
-        def call(*given: Any, **kwargs: Any) -> Any:
-            # Most calls are within another one, which keeps casts. To pass on what was given as it came takes half the
-            # time.
-            if not compiling() and local.param_casts is not None and TAGS not in given[0].__dict__ and is_plain:
-                return original(*given, **kwargs)
-            self, args, result, told = given[0], given[1:], None, []
+        # torch's profiler reads the variable `self` of this frame as it begins.
+        def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+            # Most calls are within another one, which keeps casts.
+            if no_class_rules and not compiling() and local.param_casts is not None and TAGS not in self.__dict__:
+                return original(self, *args, **kwargs)
+            result, told = None, []
             if compiling():
                 # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
                 # does not pass for this. `forced_off` is never None.

@@ -138,6 +138,16 @@ def test_a_cast_has_a_gradient_only_where_gradients_are_on(
         assert leaf.grad is not None
 
 
+def test_a_cast_without_a_graph_is_not_shared_after_its_owner_asks_for_a_gradient(casts: CastState) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    x = leaf * 1
+    with torch.no_grad():
+        kept = shared(casts, x)
+    kept.requires_grad_()
+    shared(casts, x).float().sum().backward()
+    assert leaf.grad is not None
+
+
 def test_an_activation_without_a_version_is_cast_each_time(casts: CastState) -> None:
     with torch.inference_mode():
         x = torch.zeros(2)

@@ -198,3 +198,10 @@ def test_profiles_show_the_forward_of_torchs_layers(handle: autoamp.Handle) -> N
     shown: Any = pstats.Stats(profile)
     names = [(Path(file).stem, function) for file, _, function in shown.stats]
     assert {("linear", "forward"), ("normalization", "forward"), ("module", "_call_impl")} <= set(names)
+
+
+def test_torchs_profiler_finds_the_module_in_a_calls_first_frame(handle: autoamp.Handle) -> None:
+    # It reads the variable as the frame begins, and crashes where there is none.
+    code = nn.Module.__call__.__code__
+    assert code.co_varnames[0] == "self"
+    assert code.co_argcount == 1

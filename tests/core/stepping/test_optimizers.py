@@ -473,6 +473,17 @@ def test_steps_without_a_guard_count_once_they_were_taken() -> None:
     handle.deactivate()
 
 
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad", "ignore:Using backward")
+def test_gradients_with_a_graph_are_looked_at_without_one() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="raise")
+    parameter, optimizer = sgd(1.0, 2.0)
+    parameter.exp().sum().backward(create_graph=True)
+    assert parameter.grad is not None
+    assert parameter.grad.requires_grad
+    optimizer.step()
+    handle.deactivate()
+
+
 def test_a_block_begins_once(optimizers: GuardedOptimizers) -> None:
     parameter, optimizer = sgd()
     block = LossBlock(optimizers, parameter.sum(), optimizer, optimizers.scalers[0], False)
