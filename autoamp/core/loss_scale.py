@@ -1,7 +1,8 @@
 """The loss scale, the rule for its next value, and which loss is scaled by which scaler.
 
 A loss that is multiplied by a scale gives gradients that are multiplied by it too, so small ones survive the range of
-half precision. The rule is torch's own (`torch._amp_update_scale_`), applied to numbers on the host.
+half precision. The rule is that of `torch._amp_update_scale_`, which moves a scale on a device; on the host it moves
+numbers.
 
 - `StaticLossScaler`: one scale for the whole run.
 - `DynamicLossScaler`: lower after an overflow, higher after a long time without one.
@@ -186,13 +187,8 @@ _LARGEST = 2.0**126
 # Where a scale may be lower than this, flags are copied to the host at once, which then knows better how low it is.
 _NEAR_ONE = 2.0**6
 
-
-# The scale and the growth tracker, on the host or on a device.
+# The scale and the growth tracker, on a device.
 _State: TypeAlias = tuple[Tensor, Tensor]
-
-# What `found_inf` is on the host where no gradient overflowed, and where one did.
-_CPU = torch.device("cpu")
-_FLAGS = torch.tensor(0.0, device=_CPU), torch.tensor(1.0, device=_CPU)
 
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval", "min_loss_scale", "max_loss_scale")
 
@@ -446,7 +442,15 @@ class DynamicLossScaler(LossScaler):
             self._on_device = self._state_on(device)
         # A new tensor: open blocks and gradients go on with the old scale.
         scale, growth_tracker = self._on_device[0].clone(), self._on_device[1]
-        self._apply_rule(scale, growth_tracker, found_inf)
+        update_scale_(scale, growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
+        # Whether this update, or one that the host has yet to make, may bring the scale to a limit. By logarithms, as a
+        # power may overflow. The tolerance is for their rounding: it costs a clamp at most.
+        updates = len(self.unread) + 1
+        growths = (self._unskipped + updates) // self.growth_interval
+        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
+        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
+        if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
+            scale.clamp_(self.min_loss_scale, self.max_loss_scale)
         self._on_device = scale, growth_tracker
         # `_lowest` counts the flags that are unread: asked before this one is added, which may have others read.
         super().update_later(found_inf, tell, urgent=urgent or self._lowest() < _NEAR_ONE)
@@ -460,19 +464,6 @@ class DynamicLossScaler(LossScaler):
             torch.full((), unskipped, dtype=torch.int32, device=device),
         )
 
-    def _apply_rule(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
-        """Move the scale and the growth tracker on by one step, in place and on whatever device they lie."""
-        settings = self.growth_factor, self.backoff_factor, self.growth_interval
-        update_scale_(scale, growth_tracker, found_inf, *settings)
-        # Whether this update, or one that the host has yet to make, may bring the scale to a limit. By logarithms, as a
-        # power may overflow. The tolerance is for their rounding: it costs a clamp at most.
-        updates = len(self.unread) + 1
-        growths = (self._unskipped + updates) // self.growth_interval
-        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
-        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
-        if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
-            scale.clamp_(self.min_loss_scale, self.max_loss_scale)
-
     def _leave_device(self) -> None:
         """Go on from what the host knows, once it has caught up."""
         self.unread.catch_up()
@@ -485,13 +476,15 @@ class DynamicLossScaler(LossScaler):
         super().__setattr__(name, value)
 
     def _move(self, found_inf: bool) -> None:
-        stays = not found_inf and self._unskipped + 1 < self.growth_interval
-        state = None if stays and self._loss_scale == self._within_limits(self._loss_scale) else self._state_on(_CPU)
         super()._move(found_inf)
-        if state is not None:
-            with torch.no_grad():
-                self._apply_rule(*state, _FLAGS[found_inf])
-            self._loss_scale, self._unskipped = float(state[0]), int(state[1])
+        scale = self._loss_scale
+        if found_inf:
+            scale *= self.backoff_factor
+        elif self._unskipped >= self.growth_interval:
+            self._unskipped = 0
+            grown = ctypes.c_float(scale * self.growth_factor).value
+            scale = grown if math.isfinite(grown) else scale
+        self._loss_scale = self._within_limits(scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""
