@@ -392,14 +392,6 @@ With ``shares=False``, as second argument, an activation is cast anew and its ca
 """
 
 
-def asks_for_device(device_type: str) -> Callable[[Tensor], bool]:
-    """Return what tells whether a tensor is on a device of this type."""
-    # To read these attributes takes a third of the time of ``tensor.device.type``.
-    if device_type in ("cpu", "cuda"):
-        return operator.attrgetter(f"is_{device_type}")
-    return lambda tensor: tensor.device.type == device_type
-
-
 def build_caster(
     target: torch.dtype,
     convert: Callable[[Tensor], Tensor],
@@ -417,7 +409,10 @@ def build_caster(
         count: The number of casts, its one element, but of those in compiled code and in calls with sparse tensors.
     """
     wanted, strided, plain = CASTABLE_DTYPES - {target}, torch.strided, PLAIN_TYPES
-    is_here = asks_for_device(device_type)
+    # To read these attributes takes a third of the time of ``tensor.device.type``.
+    is_here: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == device_type  # noqa: E731
+    if device_type in ("cpu", "cuda"):
+        is_here = operator.attrgetter(f"is_{device_type}")
     local: Any = None if cache is None else cache.local
     pins: dict[int, Any] = {} if cache is None else cache.pins
     cached: Any = None if cache is None else cache.cast
@@ -565,7 +560,6 @@ class CastState:
     ) -> None:
         self.dtype = dtype
         self.device_type = device_type
-        self._is_here = asks_for_device(device_type)
         self.local = ThreadState()
         self._on = on
         self.is_open = False
@@ -650,7 +644,8 @@ class CastState:
         """Whether a tensor is of a dtype, device type and layout that is cast, and no autocast region casts."""
         return (
             tensor.dtype in CASTABLE_DTYPES
-            and self._is_here(tensor)
+            # The first attribute takes a third of the time of the second.
+            and (tensor.is_cpu if self.device_type == "cpu" else tensor.device.type == self.device_type)
             and tensor.layout in CASTABLE_LAYOUTS
             and not self.autocast_rules()
         )

@@ -425,9 +425,9 @@ class ModuleCalls:
                 widens = not casts.autocast_rules()
             return widens, begun is None
 
-        # torch's profiler reads the variable `self` of this frame as it begins.
+        # Most calls are within another one, which keeps casts, and end at the first line. torch's profiler reads the
+        # variable `self` of this frame as it begins.
         def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-            # Most calls are within another one, which keeps casts.
             if no_class_rules and not compiling() and local.param_casts is not None and TAGS not in self.__dict__:
                 return original(self, *args, **kwargs)
             result, told = None, []
@@ -439,14 +439,12 @@ class ModuleCalls:
             else:
                 if local.param_casts is None:
                     refresh_params()
-                if listeners.call_begun:
-                    told = [begun(self, args, kwargs) for begun in listeners.call_begun]
+                told = [begun(self, args, kwargs) for begun in listeners.call_begun]
             tokens: list[Token] = []
             dtypes, look, keeps_casts, widens, is_bare = None, None, False, False, False
             try:
                 try:
-                    # Where modules are not alike.
-                    if in_modules or has_rules or precisions.any or forward_dtypes.values:
+                    if in_modules or has_rules or precisions.any or forward_dtypes.values:  # modules are not alike
                         dtypes = forward_dtypes.get(self)
                         if dtypes is not None:
                             args, kwargs = cast_structure((args, kwargs), dtypes.inputs, doubles=dtypes.doubles)
