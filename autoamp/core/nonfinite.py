@@ -317,8 +317,7 @@ class NonFiniteSteps:
 def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | bool | None:
     """Return whether any of these hold inf or nan, as a flag of one element on a device; None where there are none.
 
-    On a CPU it may be set for finite values above 1e19 too, where they are many: a largest value takes 30 times as long
-    as a 2-norm.
+    On a CPU it may be set for finite values above 1e19 too: a largest value takes 30 times as long as a 2-norm.
     """
     local = [local_of(tensor) for tensor in (*grads, *losses)]
     if not local:
