@@ -611,9 +611,8 @@ class LossScalers:
             UsageError: There is none of that number.
         """
         latest = self.latest
-        named = as_list(optimizers) if self._current is not None else ()
         try:
-            choices = [self._by_optimizer.get(optimizer, latest) for optimizer in named] or [latest]
+            choices = [self._by_optimizer.get(optimizer, latest) for optimizer in as_list(optimizers)] or [latest]
         except TypeError:
             # What no weak reference can be made to is refused where it is guarded.
             choices = [latest]

@@ -219,8 +219,8 @@ class NonFiniteSteps:
                     "choose on_nonfinite='raise'"
                 )
             if losses and not waits:
-                reached = (one for one in params if one.dim() < 2 and one.is_cpu and one.grad is not None)
-                params = list(itertools.islice(reached, _VECTORS))
+                vectors = (one for one in params if one.grad is not None and one.dim() < 2 and one.is_cpu)
+                params = list(itertools.islice(vectors, _VECTORS))
             grads = [param.grad for param in params if param.grad is not None]
         flag = _holds_non_finite(grads, losses)
         if flag is None:

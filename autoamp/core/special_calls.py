@@ -223,7 +223,6 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
         casts: The casts of the handle.
     """
     in_fp16 = casts.dtype is torch.float16
-    narrow = Tensor.half if in_fp16 else Tensor.bfloat16
     has = torch.cpu.get_capabilities()
     units = ("avx512_fp16", "amx_fp16") if in_fp16 else ("amx_bf16",)
     on_x86 = casts.device_type == "cpu" and str(has["architecture"]).startswith("x86")
@@ -240,7 +239,7 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
         if not in_fp16 and max(query.size(-2), key.size(-2)) > _LONGEST_IN_BF16:
             return NotImplemented
         new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
-        return narrow(original(*new, **kwargs))
+        return original(*new, **kwargs).to(casts.dtype)
 
     return run_attention
 

@@ -202,7 +202,6 @@ def _paths(modules: Iterable[Module], wanted: Iterable[Module]) -> dict[Module, 
 
 
 _MAX_LOSSES = 256
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class Steps:
@@ -278,7 +277,7 @@ class Steps:
             self.losses, self.unscaled, self.waiting, self._ended = [], [], 0, False
         self.waiting += waits
         if loss.numel() == 1 and len(self.losses) < _MAX_LOSSES:
-            with undisturbed() if has_modes() else _AS_IT_IS:
+            with undisturbed() if has_modes() else contextlib.nullcontext():
                 value = compacted(loss.detach())
             self.losses.append(value)
             if type(scale) is float and scale == 1.0:
