@@ -173,7 +173,7 @@ def pristine_torch() -> Iterator[None]:
     handle = autoamp.current_handle()
     if handle is not None:
         handle.deactivate()
-    api.put_handle(None)
+    api.set_handle(None)
     api.handles.registry.rules = before
     left = (list(activated), list(suspended))
     activated[:], suspended[:] = listeners

@@ -14,16 +14,16 @@ from torch.nn import Module
 from autoamp.core import (
     HALF_MODEL,
     BufferWrites,
-    ForwardDtypes,
     Handle,
     LossScaler,
+    ModelBoundary,
     Runtime,
     Settings,
     check_half_model,
     current_handle,
     handles,
-    put_handle,
     runtime_of,
+    set_handle,
 )
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES
@@ -135,7 +135,7 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
             _set_up_model(runtime, setup, model)
         runtime.optimizers.use_scalers(setup.scalers, optimizers)
         # After the models: `state_dict` is patched only if one has its own dtypes by now (`CastModels.is_listening`).
-        put_handle(handle)
+        set_handle(handle)
         for model in () if level.casts_models else models:
             runtime.precisions.override_paths(model)
         for optimizer in optimizers:
@@ -161,7 +161,7 @@ def end(models: Sequence[Module]) -> None:
             "initialize(enabled=False) ends mixed precision in the process, and another model of an earlier call is in "
             "use; leave this call out, or end all earlier calls by autoamp.current_handle().deactivate()"
         )
-    put_handle(handles.disabled())
+    set_handle(handles.disabled())
 
 
 def _earlier_setups(models: Sequence[Module]) -> dict[Module, Setup]:
@@ -198,7 +198,7 @@ def _handle_for(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any
     on = any(one.on for one in setups)
     handle = current_handle()
     if handle is None or not earlier:
-        put_handle(None)
+        set_handle(None)
         handle = handles.enabled(settings, on=on, scalers=setup.scalers)
     else:
         runtime_of(handle).grow(settings, models, optimizers, on=on)
@@ -234,22 +234,22 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
     casts: Any = HALF_MODEL if level.casts_models else None if setup.on else level.patch_torch_functions
     kind: Any = setup.settings.dtype if level.cast_model_type == "half" else level.cast_model_type
     if kind is None:
-        dtypes = ForwardDtypes(outputs=outputs or (torch.float32 if casts else None), casts=casts)
+        dtypes = ModelBoundary(outputs=outputs or (torch.float32 if casts else None), casts=casts)
     else:
         kept, borders = runtime.precisions.fp32_parts(model) if level.casts_models else ((), {})
         runtime.models.cast(model, kind, keep_norms=level.keep_batchnorm_fp32, kept=kept)
         for part, is_fp32 in borders.items():
             inside = (torch.float32, kind, False) if is_fp32 else (kind, torch.float32, HALF_MODEL)
-            runtime.models.forward_dtypes.replace(part, ForwardDtypes(*inside))
+            runtime.models.boundaries.replace(part, ModelBoundary(*inside))
         kind, casts = (torch.float32, False) if model in kept else (kind, casts)
         has_doubles = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
         buffers = BufferWrites(runtime.models.buffer_losses) if level.casts_models else None
-        dtypes = ForwardDtypes(kind, outputs or torch.float32, casts, not has_doubles, buffers)
-    if dtypes != ForwardDtypes():
+        dtypes = ModelBoundary(kind, outputs or torch.float32, casts, not has_doubles, buffers)
+    if dtypes != ModelBoundary():
         for called in _called_parts(model):
             is_kept = called is not model and called in kept
             own = replace(dtypes, inputs=torch.float32, casts=False) if is_kept else dtypes
-            runtime.models.forward_dtypes.replace(called, own)
+            runtime.models.boundaries.replace(called, own)
 
 
 def _called_parts(model: Module) -> Iterator[Module]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoamp.core import CastState, Listener, Listeners, ModuleCasts, current_runtime, listen
+from autoamp.core import CastState, Listener, Listeners, ScopedCasts, current_runtime, listen
 from autoamp.errors import line_of_user
 from autoamp.tensors import dtype_name
 from autoamp.torch_private import compiled_graphs
@@ -42,7 +42,7 @@ class FirstStep(Listener):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._kinds = {(param.dtype, param.device.type) for param in params}
         now = current_runtime()
-        self._has_models = now is not None and isinstance(now.casts, ModuleCasts) and now.casts.has_cast_models
+        self._has_models = now is not None and isinstance(now.casts, ScopedCasts) and now.casts.has_cast_models
 
     def step_ended(self, step: Any) -> None:
         """Look no more after the first step. torch forbids a hook of a step to remove itself."""

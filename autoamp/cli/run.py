@@ -19,7 +19,7 @@ from autoamp.apex.alias import added_to_real_apex, real_apex
 from autoamp.cli.launch import prepared, take_path
 from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
-from autoamp.core import Settings, check_device, put_handle
+from autoamp.core import Settings, check_device, set_handle
 from autoamp.errors import UsageError
 from autoamp.tools import Handle, check_report_tools, failures, is_page, write_report
 
@@ -93,7 +93,7 @@ def prepared_profile(chosen: argparse.Namespace) -> Callable[[], None]:
     settings = Settings.from_arguments(chosen.lists or None, chosen.device_type, torch.float16)
     check_device(settings.device_type)
     handle: Any = Handle(settings)
-    put_handle(handle)
+    set_handle(handle)
     ranges = handle.profile_ranges()
     run_program = prepared(chosen, asdict(Options(opt_level="O0", device_type=chosen.device_type)))
     process = os.getpid()

@@ -65,7 +65,7 @@ class ActiveHandles:
         handle = self._base
         return handle if handle is not None and (handle.is_active() or not isinstance(handle, Handle)) else None
 
-    def put_base(self, handle: BaseHandle | None) -> None:
+    def set_current(self, handle: BaseHandle | None) -> None:
         """Make ``handle`` the one outside of regions, and deactivate the one before. On an error nothing changes.
 
         Args:
@@ -173,7 +173,7 @@ class ActiveHandles:
 
 
 handles = ActiveHandles()
-put_handle = handles.put_base
+set_handle = handles.set_current
 
 
 def current_handle() -> Handle | None:
@@ -267,7 +267,7 @@ def init(
             return base
         cast = [] if not isinstance(base, Handle) else [type(one).__name__ for one in runtime_of(base).models.halves]
         handle = handles.disabled() if settings is None else handles.enabled(settings)
-        handles.put_base(handle)
+        handles.set_current(handle)
         if cast:
             warn_user(
                 f"init() ends what initialize() set up: {', '.join(cast)} is fp32 again, with the values of its master "

@@ -31,7 +31,7 @@ _State = tuple[int | None, int | None, int]
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-class Link:
+class MasterLink:
     """A master, and what its half parameter was when the two last agreed.
 
     Attributes:
@@ -96,11 +96,11 @@ def master_of(parameter: Tensor) -> Tensor | None:
     link = link_of(parameter)
     if link is None:
         return None
-    refresh_masters([(parameter, link)])
+    model_to_masters([(parameter, link)])
     return link.master
 
 
-def link_of(parameter: Tensor) -> Link | None:
+def link_of(parameter: Tensor) -> MasterLink | None:
     """Return the link of a half parameter as it is, None where it has none."""
     return _links.get(parameter) if parameter.dtype in HALF_DTYPES else None
 
@@ -132,7 +132,7 @@ def equalized(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
         wrapper: What keeps them equal over processes from now on. It is referred to weakly.
     """
     pairs = [(half, link) for half in parameters if (link := _links.get(half)) is not None]
-    refresh_masters(pairs, local=True)
+    model_to_masters(pairs, local=True)
     yield [link.master.detach() for _, link in pairs]
     for _, link in pairs:
         link.equal_by = weakref.ref(wrapper)
@@ -140,14 +140,14 @@ def equalized(parameters: Iterable[Tensor], wrapper: object) -> Iterator[list[Te
     mark_equal(pairs)
 
 
-def linked(half: Tensor, original: Tensor | None) -> Link:
+def linked(half: Tensor, original: Tensor | None) -> MasterLink:
     """Return the link of a half parameter, a new one if it has none: to a master with the value of ``original``."""
     link = link_of(half)
     if link is None:
         value = half.detach().float() if original is None else original.detach()
-        _links[half] = link = Link(half, value.requires_grad_(half.requires_grad))
+        _links[half] = link = MasterLink(half, value.requires_grad_(half.requires_grad))
     else:
-        refresh_masters([(half, link)])
+        model_to_masters([(half, link)])
     return link
 
 
@@ -161,7 +161,9 @@ def check_shapes(half: Tensor, master: Tensor) -> None:
 
 
 @without_grad
-def refresh_masters(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = False, local: bool = False) -> None:
+def model_to_masters(
+    pairs: Iterable[tuple[Tensor, MasterLink]], *, first_step: bool = False, local: bool = False
+) -> None:
     """Copy half parameters that the program wrote to into their masters. If it wrote to both, the master stays.
 
     Args:
@@ -185,11 +187,11 @@ def refresh_masters(pairs: Iterable[tuple[Tensor, Link]], *, first_step: bool = 
 
 def has_written_masters() -> bool:
     """Whether the program wrote to a master of the process since it last agreed with its half parameter."""
-    links: list[Link] = list(_links.data.values())
+    links: list[MasterLink] = list(_links.data.values())
     return bool(links) and _states([link.master for link in links]) != [link.master_state for link in links]
 
 
-def refresh_params() -> None:
+def masters_to_model() -> None:
     """Copy masters that the program wrote to into their half parameters. Nothing is launched where it wrote to none.
 
     For all masters of the process, before each outermost call of a module.
@@ -199,13 +201,13 @@ def refresh_params() -> None:
             copy_to_params(written_masters(list(_links.items())))
 
 
-def written_masters(pairs: Collection[tuple[Tensor, Link]]) -> list[tuple[Tensor, Link]]:
+def written_masters(pairs: Collection[tuple[Tensor, MasterLink]]) -> list[tuple[Tensor, MasterLink]]:
     """Return those pairs whose master the program wrote to since the two last agreed."""
     states = _states([link.master for _, link in pairs])
     return [pair for pair, state in zip(pairs, states, strict=True) if state != pair[1].master_state]
 
 
-def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:
+def copy_to_params(pairs: Collection[tuple[Tensor, MasterLink]]) -> None:
     """Round masters into their half parameters, in one multi-tensor copy."""
     if not pairs:
         return
@@ -221,7 +223,7 @@ def copy_to_params(pairs: Collection[tuple[Tensor, Link]]) -> None:
     mark_equal(pairs)
 
 
-def mark_equal(pairs: Collection[tuple[Tensor, Link]]) -> None:
+def mark_equal(pairs: Collection[tuple[Tensor, MasterLink]]) -> None:
     """Note that half parameters are equal to their rounded masters."""
     halves, masters = _states([half for half, _ in pairs]), _states([link.master for _, link in pairs])
     for (_, link), half, master in zip(pairs, halves, masters, strict=True):

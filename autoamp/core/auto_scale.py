@@ -36,7 +36,7 @@ from autoamp.core.block import open_blocks
 from autoamp.core.gradients import is_flat, is_sharded
 from autoamp.core.guard import StepGuard
 from autoamp.core.loss_scale import LossScaler, is_same_scale
-from autoamp.core.optimizers import GuardedOptimizers
+from autoamp.core.optimizers import Guards
 from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Step
 from autoamp.errors import UsageError, warn_user
@@ -62,7 +62,7 @@ class AutoScale:
 
     _scaler: LossScaler
 
-    def __init__(self, optimizers: GuardedOptimizers) -> None:
+    def __init__(self, optimizers: Guards) -> None:
         self._optimizers = optimizers
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
@@ -196,7 +196,7 @@ class AutoScale:
             )
             given = (grad_tensors if grad_variables is None else grad_variables) or []
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            outer = running = self._passes.joinable()
+            outer = running = self._passes.enclosing_pass()
             if len(given) not in (0, len(roots)):
                 # The program gets torch's own error.
                 running = None
@@ -299,7 +299,7 @@ class OptimizerSteps:
         auto_scaling: Guards optimizers that it has not met before.
     """
 
-    def __init__(self, optimizers: GuardedOptimizers, auto_scaling: AutoScale) -> None:
+    def __init__(self, optimizers: Guards, auto_scaling: AutoScale) -> None:
         self._auto_scaling = auto_scaling
         self._optimizers = optimizers
         self._active = False
@@ -351,7 +351,7 @@ class OptimizerSteps:
             running.add(id(optimizer))
             try:
                 with contextlib.nullcontext() if guard is None else guard.uncounted():
-                    return self._optimizers.casts.local.with_mode(make, False)(optimizer, *args, **kwargs)
+                    return self._optimizers.casts.thread.with_mode(make, False)(optimizer, *args, **kwargs)
             finally:
                 running.discard(id(optimizer))
 
@@ -372,7 +372,7 @@ class OptimizerSteps:
                 guard = optimizers.guard(optimizer)
             if guard is None:
                 # Without loss scaling. Its gradients may be scaled all the same.
-                optimizers.left_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
+                optimizers.still_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
                 plain_step = Step()
                 optimizers.steps.begin(plain_step, guarded=False)
                 optimizers.check_underflow(optimizer)
@@ -391,7 +391,7 @@ class OptimizerSteps:
         if plain_step is not None and optimizers.steps.refuses(optimizer, None):
             plain_step.skipped_by = "on_nonfinite"
         else:
-            result = optimizers.casts.local.with_mode(run, False)(*args, **kwargs)
+            result = optimizers.casts.thread.with_mode(run, False)(*args, **kwargs)
         if plain_step is not None:
             optimizers.steps.plain += 1
             optimizers.steps.end(plain_step)
@@ -400,7 +400,7 @@ class OptimizerSteps:
 
     def clips_gradients(self, function: str, params: Iterable[Tensor]) -> None:
         """Refuse to clip gradients that a block left scaled; warn once of clipping within or between blocks."""
-        left = self._optimizers.left_scaled
+        left = self._optimizers.still_scaled
         scaled = [guard for guard in self._optimizers.guards if _is_scaled(guard)]
         if not left.any_noted and (not scaled or self._warned_of_clipping):
             return

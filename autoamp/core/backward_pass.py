@@ -355,7 +355,7 @@ class RunningPasses:
         """Return the pass within which this is called, None where it is none."""
         return self.by_run.get(current_graph_task()) if self.by_run else None
 
-    def joinable(self) -> ScaledPass | None:
+    def enclosing_pass(self) -> ScaledPass | None:
         """Return the pass of which a run of the engine that begins now is a part, None if it is a pass of its own.
 
         Within functions of a pass it is a part of that pass. Within the program's hooks, where gradients have true

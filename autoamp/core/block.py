@@ -3,7 +3,7 @@
 `ScaledBlock` is the part of ``scale_loss`` that handles gradients. What it found in them goes to the guards of the
 optimizers as an `OverflowCheck`. A block unscales the gradients of its own optimizers. Gradients of other parameters
 that the same loss reaches stay multiplied by the scale, and so do all gradients of a pass that begins after its block
-has ended: `LeftScaled` knows these, and refuses their use.
+has ended: `StillScaled` knows these, and refuses their use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoamp.tensors import version_of
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 
 
-class LeftScaled:
+class StillScaled:
     """Parameters whose gradients a backward pass left scaled, as long as nobody wrote to these gradients.
 
     Args:
@@ -246,7 +246,7 @@ class ScaledBlock:
     """
 
     scale: Scale
-    _left_scaled: LeftScaled
+    _left_scaled: StillScaled
 
     def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
         self._guards = tuple(dict.fromkeys(guards))
@@ -340,7 +340,7 @@ class ScaledBlock:
 
     # -- backward passes --
 
-    def watch(self, loss: Tensor, scaled: Tensor, left_scaled: LeftScaled) -> None:
+    def watch(self, loss: Tensor, scaled: Tensor, still_scaled: StillScaled) -> None:
         """See which backward passes the scaled loss begins, and refuse one that begins after the block has ended.
 
         `torch.autograd.grad` of the scaled loss is no such pass: it writes no gradient of a parameter.
@@ -348,10 +348,10 @@ class ScaledBlock:
         Args:
             loss: The program's.
             scaled: Made of it.
-            left_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
+            still_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
         """
-        self._left_scaled = left_scaled
-        left_scaled.threads.add(threading.get_ident())
+        self._left_scaled = still_scaled
+        still_scaled.threads.add(threading.get_ident())
         # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
         self._backward_seen = all(guard.backward_seen for guard in self._guards)
         if loss.requires_grad and scaled is not loss:
@@ -363,21 +363,21 @@ class ScaledBlock:
         self._loss_passed = True
 
     def _scaled_passes(self, _: Tensor) -> None:
-        self._backward_seen, left_scaled = True, self._left_scaled
+        self._backward_seen, still_scaled = True, self._left_scaled
         if self._has_ended:
             self._passes_late()
             return
-        others = left_scaled.others(self._guards, self.scale)
-        if left_scaled.any_noted:
+        others = still_scaled.others(self._guards, self.scale)
+        if still_scaled.any_noted:
             own = (param for guard in self._guards for param in guard.grads.leaves())
-            reached = [param for param, *_ in left_scaled.left(own) if engine_reaches(param)]
-            left_scaled.refuse("scaled_loss.backward() would add to", reached)
+            reached = [param for param, *_ in still_scaled.left(own) if engine_reaches(param)]
+            still_scaled.refuse("scaled_loss.backward() would add to", reached)
         if others:
             reason = (
                 f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the loss, "
                 "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
             )
-            left_scaled.note_written(others, self.scale, reason)
+            still_scaled.note_written(others, self.scale, reason)
 
     def _passes_late(self) -> None:
         """Refuse a pass that begins after the block has ended, where it would leave gradients scaled."""

@@ -243,12 +243,12 @@ class CastCache:
         enabled: Whether module calls keep casts.
         pins: The pinned parameters, by ``id(parameter)``.
         lock: Taken while ``pins`` changes.
-        local: Has the casts that this thread's running module call keeps.
+        thread: Has the casts that this thread's running module call keeps.
     """
 
     def __init__(self, local: ThreadState, enabled: bool = True) -> None:
         self.enabled = enabled
-        self.local = local
+        self.thread = local
         self.pins: dict[int, _Pin] = {}
         self.lock = threading.Lock()
 
@@ -272,12 +272,12 @@ class CastCache:
 
     def clear(self) -> None:
         """Drop the casts of this thread's running module call."""
-        if self.local.param_casts is not None:
-            self.local.param_casts = {}
-            self.local.last_activation = None
+        if self.thread.param_casts is not None:
+            self.thread.param_casts = {}
+            self.thread.last_activation = None
 
     def __len__(self) -> int:
-        kept = sum(entry is not None for entry in (self.local.param_casts or {}).values())
+        kept = sum(entry is not None for entry in (self.thread.param_casts or {}).values())
         pins = list(self.pins.values())
         packed = sum(len(pin.layer.parameters) for pin in pins if pin.layer is not None)
         return kept + packed + sum(pin.kept is not None for pin in pins)
@@ -303,7 +303,7 @@ class CastCache:
                         return cast
                     pin.kept = cast, cast._version
                 return pin.kept[0]
-        param_casts = self.local.param_casts
+        param_casts = self.thread.param_casts
         if param_casts is None:
             return convert(parameter)
         entry = param_casts.get(id(parameter))
@@ -336,7 +336,7 @@ class CastCache:
             tensor: A floating-point tensor that requires gradients, of any shape.
             convert: Returns the tensor in the half dtype, as part of the graph.
         """
-        last = self.local.last_activation
+        last = self.thread.last_activation
         # After a `detach_()` it is a leaf, and the cast belongs to the graph before that. On another stream the cast
         # may not be computed yet.
         state = tensor.is_leaf, None if tensor.is_cpu else current_stream(tensor)
@@ -354,10 +354,10 @@ class CastCache:
         cast = convert(tensor)
         if cast.requires_grad:
             try:
-                self.local.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
+                self.thread.last_activation = tensor, cast, tensor._version, cast._version, tensor.data_ptr(), state
             except RuntimeError:
                 # A wrapper of torch.func has no address.
-                self.local.last_activation = None
+                self.thread.last_activation = None
         return cast
 
 
@@ -413,7 +413,7 @@ def build_caster(
     is_here: Callable[[Tensor], bool] = lambda tensor: tensor.device.type == device_type  # noqa: E731
     if device_type in ("cpu", "cuda"):
         is_here = operator.attrgetter(f"is_{device_type}")
-    local: Any = None if cache is None else cache.local
+    local: Any = None if cache is None else cache.thread
     pins: dict[int, Any] = {} if cache is None else cache.pins
     cached: Any = None if cache is None else cache.cast
     cast_activation: Any = None if cache is None else cache.cast_activation
@@ -540,7 +540,7 @@ class CastState:
             call. None is for a subclass that turns casts on within calls of modules.
 
     Attributes:
-        local: The switches and the kept casts of the thread that asks.
+        thread: The switches and the kept casts of the thread that asks.
         cache: Keeps casts of parameters, and of the last activation.
         warned: The names of banned functions whose warning was given already.
         yielded_to: What the program casts with itself, such as ``"torch.autocast"``, so that these casts ended.
@@ -560,10 +560,10 @@ class CastState:
     ) -> None:
         self.dtype = dtype
         self.device_type = device_type
-        self.local = ThreadState()
+        self.thread = ThreadState()
         self._on = on
-        self.is_open = False
-        self.cache = CastCache(self.local, enable_caching)
+        self.enabled = False
+        self.cache = CastCache(self.thread, enable_caching)
         self.warned: set[str] = set()
         self.yielded_to: str | None = None
         self.own_dtypes: Counter[torch.dtype] = Counter()
@@ -580,28 +580,28 @@ class CastState:
             torch.float32: build_caster(torch.float32, Tensor.float, device_type, None, [0]),
         }
 
-    def open(self) -> None:
+    def enable(self) -> None:
         """Let the replacements cast, in the threads that are on by default."""
-        self.is_open = True
+        self.enabled = True
         # Off by default means forced off: a module's precision must not turn casts on there.
-        self.local.set_default(self._on, forced_off=BY_DEFAULT if self._on is False else False)
+        self.thread.set_default(self._on, forced_off=BY_DEFAULT if self._on is False else False)
 
     @property
     def on_by_default(self) -> bool:
         """Whether threads that have not set their switches may cast."""
         return self._on is not False
 
-    def shut(self) -> None:
+    def disable(self) -> None:
         """Make every replacement pass calls through, in all threads."""
-        self.is_open = False
-        self.local.set_default(False, forced_off=True)
+        self.enabled = False
+        self.thread.set_default(False, forced_off=True)
         self.cache.clear()
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a call with these arguments is to be cast by the handle's own rules, in this thread and now."""
-        return self.local.now().on is True
+        return self.thread.now().on is True
 
-    def when_off(
+    def outside_modules(
         self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
     ) -> Callable[..., Any]:
         """Return what a replacement calls where ``local.mode.on`` is false: here the original."""
@@ -625,18 +625,18 @@ class CastState:
     @contextlib.contextmanager
     def switched(self, on: Any, forced_off: Any = None) -> Iterator[None]:
         """Set this thread's switches for a ``with`` statement, as `ThreadState.set` does."""
-        token = self.local.set(on, forced_off)
+        token = self.thread.set(on, forced_off)
         try:
             yield
         except Exception as error:
             self.explain(error)
             raise
         finally:
-            self.local.reset(token)
+            self.thread.reset(token)
 
     def mode(self) -> tuple[Any, Any]:
         """Return how this thread casts now, for `ThreadState.set`."""
-        mode = self.local.now()
+        mode = self.thread.now()
         return mode.on, mode.forced_off
 
     @trace_as(_is_eligible_traced)

@@ -92,7 +92,7 @@ def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
 def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
     """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
     grads = guard.grads
-    if guard.skips.steps > 1 and grads.last is None:
+    if guard.history.steps > 1 and grads.last is None:
         # The steps before scaled no loss, so gradients are not copied. If this one does, its first overflow is a skip.
         attempts = 1
     may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.grads.scalers)

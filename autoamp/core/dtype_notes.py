@@ -88,12 +88,12 @@ class _Failure:
         self.outwards = [site, *frames[:first][::-1]][:_MOST_FRAMES]
         self.half = {name: one for name, one in self.tensors.items() if one.dtype in HALF_DTYPES}
         op = frames[-1].frame.f_locals.get("original") if _is_ours(frames[-1], "core") else None
-        in_half = runtime.casts.local.mode.on == HALF_MODEL
+        in_half = runtime.casts.thread.mode.on == HALF_MODEL
         self.rule = runtime.patched.rule_on(op, in_half_models=in_half)
         self.root: Module | None = None
         self.fp32: Module | None = None
         for module in self.modules:
-            inputs = getattr(runtime.models.forward_dtypes.get(module), "inputs", None)
+            inputs = getattr(runtime.models.boundaries.get(module), "inputs", None)
             precision = None if self.root is not None else runtime.precisions.get(module)
             if inputs in HALF_DTYPES:
                 self.root, self.fp32 = self.root or module, None
@@ -153,7 +153,7 @@ class _Failure:
         if self.fp32 is not None:
             by = self.runtime.precisions.source_of(self.fp32, self.paths.get(self.fp32, ""))
             return f"the precision of {type(self.fp32).__name__} is set by {by}; {self._conversion()}"
-        if self.root is None and casts.on_by_default and casts.local.mode.forced_off:
+        if self.root is None and casts.on_by_default and casts.thread.mode.forced_off:
             return f"casts are off around this call; {self._conversion()}"
         if self.root is None and (self.has_half_state or not path):
             return self._conversion()

@@ -1,7 +1,7 @@
 """What ``optimizer.step()`` must do next: step, skip, or call its closure again at a lower loss scale.
 
 A `StepGuard` stands in front of one optimizer. Blocks and backward passes of its losses leave an `OverflowCheck` with
-its `GuardedGrads`, whose flags stay on the device. ``optimizer.step()`` reads the flags of all checks since the last
+its `GradChecks`, whose flags stay on the device. ``optimizer.step()`` reads the flags of all checks since the last
 step at once, tells each loss scaler once of all its blocks, and steps or skips. An optimizer that takes the flag of an
 overflow on its device, as torch's fused ones do for `torch.amp.GradScaler`, gets it there: nobody waits for the device,
 and the guard hears later whether that was a skip.
@@ -35,17 +35,17 @@ from autoamp.core.ranks import (
     several_processes,
     sync_group,
 )
-from autoamp.core.steps import Skips, Step, StepOwner
+from autoamp.core.steps import GuardHost, Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError
 
 # At most so many checks wait for a step. Then they are read, and one that overflowed is left.
 _MAX_PENDING_CHECKS = 64
 
 
-class _Reported:
+class _ScalerHeard:
     """The result of a block or pass that its scaler has heard: None for none yet, else whether gradients overflowed."""
 
-    told: bool | None = None
+    overflow: bool | None = None
 
 
 class OverflowCheck:
@@ -62,7 +62,7 @@ class OverflowCheck:
     Attributes:
         scaler: As given.
         scale: As given.
-        reported: The result that the scaler has heard.
+        scaler_heard: The result that the scaler has heard.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         is_complete: Whether nothing more is going to be found. Then a step may leave it unread.
     """
@@ -74,7 +74,7 @@ class OverflowCheck:
     ) -> None:
         self.scaler = scaler
         self.scale = scale
-        self.reported: _Reported = _Reported() if earlier is None else earlier.reported
+        self.scaler_heard: _ScalerHeard = _ScalerHeard() if earlier is None else earlier.scaler_heard
         self.overflowed: bool | None = None
         self._found = found
 
@@ -103,13 +103,13 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
         values = values[len(flags) :]
 
 
-class GuardedGrads:
+class GradChecks:
     """The gradients of one optimizer: their scale, the checks on them since its last step, and what other ranks found.
 
     Args:
         optimizer: Referred to weakly.
         masters: The masters that it steps in place of half parameters.
-        skips: What is known of its steps.
+        history: What is known of its steps.
         owner: Returns that of its guard.
 
     Attributes:
@@ -127,7 +127,7 @@ class GuardedGrads:
     """
 
     def __init__(
-        self, optimizer: Any, masters: MasterWeights | None, skips: Skips, owner: Callable[[], StepOwner[Any]]
+        self, optimizer: Any, masters: MasterWeights | None, history: StepHistory, owner: Callable[[], GuardHost[Any]]
     ) -> None:
         self.masters = masters
         self.scale: Scale = 1.0
@@ -140,7 +140,7 @@ class GuardedGrads:
         self.checked: dict[int, Any] = {}
         self.agreed = False
         self._optimizer = weakref.ref(optimizer)
-        self._skips, self._owner = skips, owner
+        self._history, self._owner = history, owner
         # What the last block unscaled.
         self._unscaled: Sequence[Tensor] | None = None
         # Who agrees on steps, with the meshes and the request that it was found for.
@@ -256,7 +256,7 @@ class GuardedGrads:
         if not self.agreed:
             self.recheck()
         read_checks(self.checks)
-        return any(check.overflowed for check in self.checks) if self.checks else self._skips.step.skipped
+        return any(check.overflowed for check in self.checks) if self.checks else self._history.step.skipped
 
     def resolve(self) -> OverflowCheck | None:
         """Read the pending checks, tell every scaler among them once, and return the check to blame, if any.
@@ -271,16 +271,16 @@ class GuardedGrads:
         clean = list(checks if blamed is None else checks[: checks.index(blamed)])
         # Once: another optimizer of the block may have told the scaler, or of a later check of these gradients. One
         # that told of no overflow does not count: its gradients of the block were finite, these are not.
-        if blamed is not None and not any(one.reported.told for one in checks if one.scaler is blamed.scaler):
+        if blamed is not None and not any(one.scaler_heard.overflow for one in checks if one.scaler is blamed.scaler):
             blamed.scaler.update(True)
         for scaler in dict.fromkeys(check.scaler for check in clean):
-            heard = any(check.reported.told is not None for check in clean if check.scaler is scaler)
+            heard = any(check.scaler_heard.overflow is not None for check in clean if check.scaler is scaler)
             if not heard and (blamed is None or scaler is not blamed.scaler):
                 scaler.update(False)
         for check in checks:
             check.scaler.last_found_inf = blamed is not None and check.scaler is blamed.scaler
             if check in clean or check.overflowed:
-                check.reported.told = bool(check.reported.told) or check not in clean
+                check.scaler_heard.overflow = bool(check.scaler_heard.overflow) or check not in clean
         if blamed is not None:
             # Inf and nan are in them from now on, and no pending check tells.
             self.checked = {}
@@ -304,9 +304,9 @@ class GuardedGrads:
         """
         if not self.checks or self._owner().steps.reads_flags:
             return None
-        scaler, is_reported = self.checks[0].scaler, self.checks[0].reported.told is not None
+        scaler, is_reported = self.checks[0].scaler, self.checks[0].scaler_heard.overflow is not None
         for check in self.checks:
-            is_like_first = check.scaler is scaler and (check.reported.told is not None) is is_reported
+            is_like_first = check.scaler is scaler and (check.scaler_heard.overflow is not None) is is_reported
             if check.overflowed is not None or not check.is_complete or not is_like_first:
                 return None
         found = [flag for check in self.checks for flag in check.found]
@@ -314,19 +314,19 @@ class GuardedGrads:
             return None
         flags = [flag.to(found[0].device, non_blocking=True).view(()) for flag in found]
         flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        skips, step = self._skips, self._skips.step
+        history, step = self._history, self._history.step
 
         def tell(skipped: bool) -> None:
-            skips.end(step, scaler if skipped else None, scaler.scale_before, late=True)
+            history.end(step, scaler if skipped else None, scaler.scale_before, late=True)
 
         if step.unread is not scaler.unread:
             # Steps are counted in order, so those before are waited for.
-            skips.catch_up()
+            history.catch_up()
             step.unread = scaler.unread
         (scaler.unread.add if is_reported else scaler.update_later)(flag, tell)
         for check in self.checks:
             # The device tells the scaler itself: another optimizer of the block has nothing to add.
-            check.reported.told = True
+            check.scaler_heard.overflow = True
         self.resolved, self.checks = self.checks, []
         self.checked = {}
         return flag
@@ -348,10 +348,10 @@ class GuardedGrads:
         params = self.params()
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
-            found = self._look(params if (last_step or self._skips.step).skipped else unchecked(params, self.checked))
+            found = self._look(params if (last_step or self._history.step).skipped else unchecked(params, self.checked))
             if found:
                 check = OverflowCheck(*self.last, found)
-                check.reported.told = True
+                check.scaler_heard.overflow = True
                 self.note(check)
         if group is not None:
             # Another rank may have scaled a loss where this one has scaled none yet.
@@ -440,7 +440,7 @@ class StepGuard:
         name: The name of the optimizer's class.
         masters: As given.
         grads: The optimizer's gradients, and the checks on them since the last step.
-        skips: What is known of its steps and skips.
+        history: What is known of its steps and skips.
         in_block: Whether a block of this optimizer is open.
         stepping: Whether the optimizer is stepping now, as this guard lets it.
         repeats_closure: Whether the first evaluation of a closure may be repeated at a lower scale. Not where programs
@@ -451,13 +451,13 @@ class StepGuard:
     """
 
     def __init__(
-        self, optimizer: Any, owner: Callable[[], StepOwner[StepGuard]], *, masters: MasterWeights | None = None
+        self, optimizer: Any, owner: Callable[[], GuardHost[StepGuard]], *, masters: MasterWeights | None = None
     ) -> None:
         self._attached: weakref.ref[AttachedMethod] | None = None
         self.owner = owner
         self.name, self.masters = type(optimizer).__name__, masters
-        self.skips = Skips(self.name, owner)
-        self.grads = GuardedGrads(optimizer, masters, self.skips, owner)
+        self.history = StepHistory(self.name, owner)
+        self.grads = GradChecks(optimizer, masters, self.history, owner)
         self.in_block = self.stepping = False
         self.repeats_closure = True
         self.scaled = self.backward_seen = self.compared_settings = False
@@ -505,8 +505,8 @@ class StepGuard:
                 f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
             )
         closure = args[0] if args else kwargs.get("closure")
-        last_step = self.skips.step
-        self.skips.begin()
+        last_step = self.history.step
+        self.history.begin()
         self.owner().step_begins(self)
         if not callable(closure):
             self.owner().refuse_scaled(self)
@@ -521,7 +521,7 @@ class StepGuard:
         finally:
             self.grads.agreed = False
             self.params_changed()
-        self.owner().steps.end(self.skips.step)
+        self.owner().steps.end(self.history.step)
         return result
 
     @contextlib.contextmanager
@@ -562,8 +562,8 @@ class StepGuard:
         if casts is not None:
             casts.cache.clear()
         # An optimizer that skips by itself, on its device, leaves the masters as they were.
-        if self.masters is not None and self.skips.step.skipped_by is None:
-            self.masters.copy_down()
+        if self.masters is not None and self.history.step.skipped_by is None:
+            self.masters.round_into_model()
 
     def _flag_for_device(self) -> Tensor | None:
         """Return the flag of an overflow that the optimizer takes on its device; None where checks are to be read.
@@ -580,14 +580,14 @@ class StepGuard:
         ):
             return None
         flag = self.grads.resolve_on_device()
-        if flag is not None and self.skips.in_a_row >= self.owner().max_consecutive_skips:
+        if flag is not None and self.history.in_a_row >= self.owner().max_consecutive_skips:
             raise self._too_many_skips(self.grads.resolved[0].scaler)
         return flag
 
     def take(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the optimizer step, with casts off."""
         result = self._call(original, args, kwargs)
-        self.skips.end(self.skips.step)
+        self.history.end(self.history.step)
         return result
 
     def begin_masters(self) -> None:
@@ -601,7 +601,7 @@ class StepGuard:
         try:
             self.begin_masters()
             casts = self.owner().casts
-            return (original if casts is None else casts.local.with_mode(original, False))(*args, **kwargs)
+            return (original if casts is None else casts.thread.with_mode(original, False))(*args, **kwargs)
         finally:
             self.stepping = before
 
@@ -614,10 +614,10 @@ class StepGuard:
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
         self.optimizer._opt_called = True
         if blamed is None:
-            self.skips.step.skipped_by = "on_nonfinite"
+            self.history.step.skipped_by = "on_nonfinite"
             return
-        self.skips.end(self.skips.step, blamed.scaler, float(blamed.scale))
-        if self.skips.in_a_row >= self.owner().max_consecutive_skips:
+        self.history.end(self.history.step, blamed.scaler, float(blamed.scale))
+        if self.history.in_a_row >= self.owner().max_consecutive_skips:
             raise self._too_many_skips(blamed.scaler, blamed.cleared)
 
     def _too_many_skips(self, scaler: LossScaler, cleared: Sequence[Tensor] = ()) -> NonFiniteGradientsError:
@@ -625,9 +625,9 @@ class StepGuard:
         named = [(name, param.grad) for name, param in named_params(self.optimizer) if param.grad is not None]
         found = [name for name, param in named_params(self.optimizer) if id(param) in known] or non_finite(named)
         gone = "gradients that are gone by now" + (", or on another rank" if several_processes() else "")
-        explained = self.skips.step.explanation
+        explained = self.history.step.explanation
         return NonFiniteGradientsError(
-            f"{self.skips.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
+            f"{self.history.in_a_row} steps of {self.name} in a row were skipped for inf or nan in the gradients, "
             f"first in {', '.join(found) or gone}; the loss scale is {scaler.loss_scale:g}. Look for "
             "inf or nan in the data and the loss, for too high a learning rate, for ops that need fp32. "
             f"max_consecutive_skips={self.owner().max_consecutive_skips} is the limit"

@@ -1,6 +1,6 @@
 """Models in half precision (O2, O3): their parameters and buffers are cast in place, and can be cast back.
 
-The patched module call casts what goes into such a model and what comes out of it, by its `ForwardDtypes`. The model
+The patched module call casts what goes into such a model and what comes out of it, by its `ModelBoundary`. The model
 itself has only a tag, which a deep copy has too. Its ``state_dict()`` is fp32, from the masters where there are some,
 and what is loaded reaches the masters unrounded. The fp32 values of buffers are stored beside the half ones. Sums and
 counts in half buffers that a model writes as it trains stop growing, which is warned of.
@@ -120,7 +120,7 @@ _FLOATS = frozenset({*HALF_DTYPES, torch.float32})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ForwardDtypes:
+class ModelBoundary:
     """In which dtypes a model's call takes its floating inputs and gives its outputs, and whether it casts within.
 
     Attributes:
@@ -144,7 +144,7 @@ class ForwardDtypes:
         Args:
             casts: Those of the handle.
         """
-        local = casts.local
+        local = casts.thread
         # A ``disable_casts`` around, in this thread, goes before.
         if self.casts and local.now().forced_off is not True:
             return [local.set(self.casts, forced_off=False)]
@@ -158,14 +158,14 @@ class CastModels:
     Attributes:
         originals: By ``id(parameter)`` the fp32 values that parameters had before they were cast, from which masters
             are made. Cleared when the optimizers have their masters.
-        forward_dtypes: In which dtypes models take inputs and give outputs, at each call and at those of copies.
+        boundaries: In which dtypes models take inputs and give outputs, at each call and at those of copies.
         halves: The models that are in half precision.
         buffer_losses: A row for each warning of `BufferWrites`.
     """
 
     def __init__(self) -> None:
         self.originals: dict[int, Tensor] = {}
-        self.forward_dtypes: ModuleTags[ForwardDtypes] = ModuleTags(self._model_copied)
+        self.boundaries: ModuleTags[ModelBoundary] = ModuleTags(self._model_copied)
         self.halves: weakref.WeakSet[Module] = weakref.WeakSet()
         self.buffer_losses: list[dict[str, Any]] = []
         self._wide_buffers: Any = WeakIdKeyDictionary()
@@ -239,7 +239,7 @@ class CastModels:
     @property
     def is_listening(self) -> bool:
         """Whether there are models, or copies of them."""
-        return self.forward_dtypes.any
+        return self.boundaries.any
 
     @torch.no_grad()
     def let_go(self, modules: Container[Module] | None = None) -> None:
@@ -247,7 +247,7 @@ class CastModels:
 
         The optimizers must step the models' own parameters again by then.
         """
-        self.forward_dtypes.take_all(modules)
+        self.boundaries.take_all(modules)
         for model in list(self.halves):
             if modules is None or model in modules:
                 self.halves.remove(model)
@@ -262,7 +262,7 @@ class CastModels:
 
     def _involves_halves(self, module: Module) -> bool:
         """Whether a module is or has a half model or a copy of one, or is a part of a half model."""
-        given = map(self.forward_dtypes.get, module.modules())
+        given = map(self.boundaries.get, module.modules())
         return any(one is not None and one.inputs in HALF_DTYPES for one in given) or self.is_half(module)
 
     def around_state_dict(self, original: Any) -> Any:

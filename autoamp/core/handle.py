@@ -23,12 +23,12 @@ from autoamp.core.casts import CastCache, CastState
 from autoamp.core.half_models import CastModels
 from autoamp.core.loss_scale import LossScaler, as_list, is_count, make_scaler
 from autoamp.core.nonfinite import NonFiniteSteps
-from autoamp.core.optimizers import GuardedOptimizers, LossBlock, wrap_optimizer
+from autoamp.core.optimizers import Guards, LossBlock, wrap_optimizer
 from autoamp.core.patch_sites import Parts
 from autoamp.core.patched_torch import PatchedTorch
 from autoamp.core.ranks import RequestedGroup
 from autoamp.core.rules import CastRule, CastTable
-from autoamp.core.scope import AutocastRegions, ModuleCalls, ModuleCasts
+from autoamp.core.scope import AutocastRegions, ModuleCalls, ScopedCasts
 from autoamp.core.settings import ModulePrecisions, Override, Settings
 from autoamp.core.targets import Target
 from autoamp.errors import UsageError, kind_of
@@ -70,7 +70,7 @@ class Runtime:
     def __init__(self, settings: Settings, looks: Looks, *, on: bool, scalers: Sequence[LossScaler] | None) -> None:
         self.precisions = ModulePrecisions()
         self.models = CastModels()
-        self.optimizers = GuardedOptimizers(
+        self.optimizers = Guards(
             _casts_for(settings, on), scalers or [make_scaler(settings.loss_scale, settings.dtype)]
         )
         self.optimizers.facts = lambda: (self.settings.facts(), self.settings.rules())
@@ -85,7 +85,7 @@ class Runtime:
         self.settings = settings
         self.precisions.use(settings.table.modules)
         self.nonfinite = NonFiniteSteps(self.optimizers, settings.on_nonfinite)
-        calls = ModuleCalls(self.casts, self.precisions, self.models.forward_dtypes, self.optimizers.listeners)
+        calls = ModuleCalls(self.casts, self.precisions, self.models.boundaries, self.optimizers.listeners)
         self.optimizers.sites.parts = Parts(
             calls,
             self.models,
@@ -156,7 +156,7 @@ class Runtime:
         self._end_looks()
         named = {module for model in models for module in model.modules()}
         # Models that an earlier call has cast and that have a module in common with these are let go as a whole.
-        cast = [model for model in self.setups if self.models.forward_dtypes.get(model) is not None]
+        cast = [model for model in self.setups if self.models.boundaries.get(model) is not None]
         modules = named.union(*(model.modules() for model in cast if not named.isdisjoint(model.modules())))
         # Parameters that these share with another half model stay half.
         shared = {id(param) for model in self.models.halves if model not in modules for param in model.parameters()}
@@ -170,7 +170,7 @@ class Runtime:
 
 
 def _casts_for(settings: Settings, on: bool) -> CastState:
-    kind = functools.partial(CastState, on=on) if settings.scope == "global" else ModuleCasts
+    kind = functools.partial(CastState, on=on) if settings.scope == "global" else ScopedCasts
     return kind(settings.dtype, settings.device_type, enable_caching=settings.enable_caching)
 
 
@@ -330,7 +330,7 @@ class BaseHandle:
         """
         for guard in self._runtime.optimizers.guards:
             if guard.masters is not None:
-                guard.masters.copy_down()
+                guard.masters.round_into_model()
 
     @property
     def backend(self) -> Backend:

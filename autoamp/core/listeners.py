@@ -76,14 +76,14 @@ class Listener:
         """An optimizer was called. Returns whether the host is to learn at once what becomes of the step."""
         raise NotImplementedError
 
-    def step_taken(self, skips: Any, step: Any) -> None:
+    def step_taken(self, history: Any, step: Any) -> None:
         """It is known that a step was taken; see `step_skipped`."""
 
-    def step_skipped(self, skips: Any, step: Any) -> Any:
+    def step_skipped(self, history: Any, step: Any) -> Any:
         """It is known that a loss scale skipped a step. Returns what explains it; None for no explanation.
 
         Args:
-            skips: The `autoamp.core.Skips` of the optimizer.
+            history: The `autoamp.core.StepHistory` of the optimizer.
             step: The `autoamp.core.Step`. Others may have been taken since.
         """
 

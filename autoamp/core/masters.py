@@ -27,13 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.core.attach import (
     AttachedMethod,
-    Link,
+    MasterLink,
     check_shapes,
     copy_to_params,
     equalized,
     linked,
     mark_equal,
-    refresh_masters,
+    model_to_masters,
     release_master,
     written_masters,
 )
@@ -58,7 +58,7 @@ class MasterWeights:
     def __init__(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
-        self._pairs: dict[int, tuple[Tensor, Link]] = {}
+        self._pairs: dict[int, tuple[Tensor, MasterLink]] = {}
         self._hooks: dict[int, Any] = {}
         # Half parameters outlive an optimizer that is dropped.
         weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self._hooks).atexit = False
@@ -67,7 +67,7 @@ class MasterWeights:
         self._asked: tuple[int, int] | None = None
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
-        self.adopt()
+        self.add_missing_masters()
         self._wrappers, self._stop_watching = watch_wrappers(self)
         for method, instead in (("zero_grad", self._zero_grad), ("add_param_group", self._add_group)):
             if callable(getattr(optimizer, method, None)):
@@ -81,7 +81,7 @@ class MasterWeights:
         """Each half parameter with its master, in the order in which they were adopted."""
         return [(half, link.master) for half, link in self._pairs.values()]
 
-    def adopt(self, originals: Mapping[int, Tensor] | None = None) -> None:
+    def add_missing_masters(self, originals: Mapping[int, Tensor] | None = None) -> None:
         """Give every half parameter in the optimizer's groups a master; ``originals`` as for the object."""
         self._originals = originals or self._originals
         optimizer: Any = self._optimizer()
@@ -126,8 +126,8 @@ class MasterWeights:
             new_pass: Whether a backward pass is about to begin. It starts from no gradient, or zeros, where the program
                 cleared that of the half parameter, also if it had replaced that of the master before.
         """
-        self.adopt()
-        fresh: list[tuple[Tensor, Link]] = []
+        self.add_missing_masters()
+        fresh: list[tuple[Tensor, MasterLink]] = []
         for half, link in self._pairs.values():
             master, grad = link.master, half.grad
             if half.requires_grad is not master.requires_grad:
@@ -135,7 +135,7 @@ class MasterWeights:
                 self._hook(half, link)
             wide = master.grad
             if grad is wide and (link.shared is None if grad is None else link.shared and link.shared() is grad):
-                # `Link.shares` written out: this is asked of each parameter several times in each step.
+                # `MasterLink.shares` written out: this is asked of each parameter several times in each step.
                 continue
             if link.shares(grad) or (grad is None and not new_pass and not link.shares(wide)):
                 _share(half, link, _unless_zeroed(link, grad, wide) if new_pass else wide)
@@ -149,7 +149,7 @@ class MasterWeights:
             grad = link.master.grad
             _share(half, link, earlier if grad is None else earlier.add_(grad))
 
-    def _hook(self, half: Tensor, link: Link) -> None:
+    def _hook(self, half: Tensor, link: MasterLink) -> None:
         if half.requires_grad and id(half) not in self._hooks:
             # Outside of blocks this is the last moment at which a gradient of an earlier step is told from a new one.
             self._hooks[id(half)] = half.register_hook(_before_accumulation(half, link, self._stashed))
@@ -208,11 +208,11 @@ class MasterWeights:
     def _add_group(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Stand in for ``optimizer.add_param_group``: what is loaded next finds the masters there."""
         original(*args, **kwargs)
-        self.adopt()
+        self.add_missing_masters()
 
     def refresh(self, *, first_step: bool = False, local: bool = False) -> None:
-        """Copy what was written into the half parameters to the masters; arguments as for `refresh_masters`."""
-        refresh_masters(self._pairs.values(), first_step=first_step, local=local)
+        """Copy what was written into the half parameters to the masters; arguments as for `model_to_masters`."""
+        model_to_masters(self._pairs.values(), first_step=first_step, local=local)
 
     @torch.no_grad()
     def read_model(self) -> None:
@@ -224,7 +224,7 @@ class MasterWeights:
             link.read(half, whole=several_processes() and not is_sharded(half))
 
     @without_grad
-    def copy_down(self) -> None:
+    def round_into_model(self) -> None:
         """Write the masters into the half parameters, in one multi-tensor copy. Both have one gradient then."""
         copy_to_params(self._pairs.values())
         # An optimizer may have replaced gradients in its step.
@@ -232,7 +232,7 @@ class MasterWeights:
             self.share_gradients()
 
     @torch.no_grad()
-    def refresh_params(self) -> bool:
+    def masters_to_model(self) -> bool:
         """Copy masters that the program wrote to into their half parameters. Returns whether that changed any of these.
 
         Waits for the device if a master was written to.
@@ -249,7 +249,7 @@ class MasterWeights:
         return bool(behind)
 
     @torch.no_grad()
-    def dissolve(self, only: Iterable[Tensor] | None = None) -> None:
+    def undo(self, only: Iterable[Tensor] | None = None) -> None:
         """Undo everything: the parameters get the masters' fp32 values, and their places in the optimizer back.
 
         Args:
@@ -259,7 +259,7 @@ class MasterWeights:
         self.share_gradients()
         optimizer: Any = self._optimizer()
         pairs = [self._pairs[key] for key in self._pairs if key in chosen]
-        refresh_masters([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
+        model_to_masters([(half, link) for half, link in pairs if half.shape == link.master.shape], local=True)
         for half, link in pairs:
             grad, half.grad = half.grad, None
             half.data = link.master.data if half.shape == link.master.shape else half.data.float()
@@ -315,7 +315,7 @@ class _Replicated:
     """
 
     wrapper: weakref.ref[DistributedDataParallel]
-    pairs: list[tuple[Tensor, Link]]
+    pairs: list[tuple[Tensor, MasterLink]]
     unreduced: bool = False
 
 
@@ -329,9 +329,9 @@ class _StashedGrads:
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
-        self._put: list[tuple[Tensor, Link, Tensor]] = []
+        self._put: list[tuple[Tensor, MasterLink, Tensor]] = []
 
-    def put(self, half: Tensor, link: Link) -> None:
+    def put(self, half: Tensor, link: MasterLink) -> None:
         """Stash the gradient that a half parameter shares with its master, if there is one."""
         grad = half.grad
         if grad is not None and link.shares(grad):
@@ -339,14 +339,14 @@ class _StashedGrads:
             half.grad = link.master.grad = None
             link.share(None)
 
-    def take(self) -> list[tuple[Tensor, Link, Tensor]]:
+    def take(self) -> list[tuple[Tensor, MasterLink, Tensor]]:
         """Return each half parameter with its link and the gradient that was stashed, and forget them."""
         put, self._put = self._put, []
         self.wanted.clear()
         return put
 
 
-def _before_accumulation(half: Tensor, link: Link, stashed: _StashedGrads) -> Any:
+def _before_accumulation(half: Tensor, link: MasterLink, stashed: _StashedGrads) -> Any:
     """Return a hook for a half parameter, which runs before a gradient is added to what is there."""
     reference = weakref.ref(half)
 
@@ -364,7 +364,7 @@ def _before_accumulation(half: Tensor, link: Link, stashed: _StashedGrads) -> An
     return hook
 
 
-def _share(half: Tensor, link: Link, grad: Tensor | None) -> None:
+def _share(half: Tensor, link: MasterLink, grad: Tensor | None) -> None:
     link.share(grad)
     try:
         half.grad = link.master.grad = grad
@@ -373,7 +373,7 @@ def _share(half: Tensor, link: Link, grad: Tensor | None) -> None:
         raise
 
 
-def _unless_zeroed(link: Link, grad: Tensor | None, replacement: Tensor | None) -> Tensor | None:
+def _unless_zeroed(link: MasterLink, grad: Tensor | None, replacement: Tensor | None) -> Tensor | None:
     """Return the gradient that the program put in place of ``grad`` at a master.
 
     If the program has zeroed ``grad`` in place since, at the half parameter, that clears both: zeros are returned. The
@@ -387,14 +387,14 @@ def _unless_zeroed(link: Link, grad: Tensor | None, replacement: Tensor | None) 
     return replacement
 
 
-def _widen(pairs: list[tuple[Tensor, Link]]) -> None:
+def _widen(pairs: list[tuple[Tensor, MasterLink]]) -> None:
     """Cast the gradients of half parameters to fp32, which they share with their masters then."""
     for some in _parts(pairs):
         for (half, link), grad in zip(some, widened(half.grad for half, _ in some), strict=True):
             _share(half, link, grad)
 
 
-def _parts(pairs: list[tuple[Tensor, Link]]) -> Iterator[list[tuple[Tensor, Link]]]:
+def _parts(pairs: list[tuple[Tensor, MasterLink]]) -> Iterator[list[tuple[Tensor, MasterLink]]]:
     """Split pairs, so that the half gradients of one part are freed before those of the next are cast to fp32.
 
     In one part all gradients would be there in both dtypes, which is when memory is shortest. Each part is half of what

@@ -30,9 +30,9 @@ from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, to
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
-from autoamp.core.optimizers import GuardedOptimizers
+from autoamp.core.optimizers import Guards
 from autoamp.core.ranks import several_processes
-from autoamp.core.steps import Skips, Step
+from autoamp.core.steps import Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.tensors import iter_tensors, without_grad
 from autoamp.torch_private import current_graph_task
@@ -54,7 +54,7 @@ class NonFiniteSteps:
 
     keeps = 1000
 
-    def __init__(self, optimizers: GuardedOptimizers, action: str) -> None:
+    def __init__(self, optimizers: Guards, action: str) -> None:
         self._optimizers = optimizers
         self._action = action
         self._sentences: list[str] = []
@@ -65,7 +65,7 @@ class NonFiniteSteps:
         # there if the optimizer itself skips, as fused ones do.
         self._scaler_steps = self._called = False
         self._flag: Tensor | None = None
-        self._skips: weakref.WeakKeyDictionary[Any, Skips] = weakref.WeakKeyDictionary()
+        self._histories: weakref.WeakKeyDictionary[Any, StepHistory] = weakref.WeakKeyDictionary()
 
     def started(self) -> None:
         """Look at each step from now on."""
@@ -144,24 +144,26 @@ class NonFiniteSteps:
     def _count(self, scaler: Any, optimizer: Any) -> None:
         """Count the step that the scaler has just taken or skipped."""
         guard, flag = self._optimizers.guard_of(optimizer), self._flag
-        if guard is None and optimizer not in self._skips:
-            self._skips[optimizer] = Skips(type(optimizer).__name__, lambda: self._optimizers)
-        skips = self._skips[optimizer] if guard is None else guard.skips
+        if guard is None and optimizer not in self._histories:
+            self._histories[optimizer] = StepHistory(type(optimizer).__name__, lambda: self._optimizers)
+        history = self._histories[optimizer] if guard is None else guard.history
         if not self._called:
             # The scaler skipped the step without a call of the optimizer.
-            self._optimizers.steps.begin(skips.begin())
+            self._optimizers.steps.begin(history.begin())
         elif guard is None:
-            skips.step = self._optimizers.steps.last
+            history.step = self._optimizers.steps.last
         if flag is not None and self._unread.serves(flag.device):
-            self._unread.add(flag, functools.partial(_tell_late, skips, skips.step, weakref.ref(scaler)), urgent=True)
+            self._unread.add(
+                flag, functools.partial(_tell_late, history, history.step, weakref.ref(scaler)), urgent=True
+            )
         elif not self._called or (flag is not None and bool(flag)):
             scale = scaler.get_scale()
             after = StaticLossScaler(max(scale * scaler.get_backoff_factor(), _LOWEST))
-            skips.end(skips.step, after, scale)
-        elif guard is None and not skips.step.skipped:
-            skips.end(skips.step)
+            history.end(history.step, after, scale)
+        elif guard is None and not history.step.skipped:
+            history.end(history.step)
         if not self._called:
-            self._optimizers.steps.end(skips.step)
+            self._optimizers.steps.end(history.step)
 
     # -- without a loss scale --
 
@@ -191,7 +193,7 @@ class NonFiniteSteps:
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at a step with casts off; see `_look`."""
         # The handle may have other casts by the time of a step.
-        return self._optimizers.casts.local.with_mode(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
+        return self._optimizers.casts.thread.with_mode(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
 
     def _look(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at the gradients or losses that an optimizer is about to step by; tell whether to skip the step.
@@ -343,9 +345,9 @@ class _LazyScale:
         return float(self._scaler.get_scale())
 
 
-def _tell_late(skips: Skips, step: Step, reference: weakref.ref[Any], skipped: bool) -> None:
+def _tell_late(history: StepHistory, step: Step, reference: weakref.ref[Any], skipped: bool) -> None:
     """Count a step that was taken earlier. By now the scaler has been updated once for it."""
     scaler = reference()
     scale = scaler.get_scale() if skipped and scaler is not None else 1.0
     backoff = 1.0 if scaler is None else scaler.get_backoff_factor()
-    skips.end(step, StaticLossScaler(max(scale, _LOWEST)) if skipped else None, scale / backoff, late=True)
+    history.end(step, StaticLossScaler(max(scale, _LOWEST)) if skipped else None, scale / backoff, late=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core.attach import ScalesItself, master_of, refuse_unguardable, stepped_params
-from autoamp.core.block import LeftScaled, NeedsWith, ScaledBlock
+from autoamp.core.block import NeedsWith, ScaledBlock, StillScaled
 from autoamp.core.casts import CastState
 from autoamp.core.gradients import total_norm
 from autoamp.core.guard import StepGuard
@@ -22,11 +22,11 @@ from autoamp.core.loss_scale import LossScaler, LossScalers, Scale, as_list, sca
 from autoamp.core.masters import MasterWeights
 from autoamp.core.patch_sites import PatchSites
 from autoamp.core.ranks import RequestedGroup, compare_ranks, rank_sets, several_processes
-from autoamp.core.steps import StepOwner, Steps, UnderflowWatch, check_optimizer
+from autoamp.core.steps import GuardHost, Steps, UnderflowWatch, check_optimizer
 from autoamp.errors import UsageError, kind_of
 
 
-class GuardedOptimizers(StepOwner[StepGuard]):
+class Guards(GuardHost[StepGuard]):
     """Guards optimizers as scaled losses come by, each from `initialize` or its first loss on, as long as it lives.
 
     Args:
@@ -39,7 +39,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         steps: How many there were, and what is known of the last one.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
         running: Optimizers of torch's classes whose step runs now, by id.
-        left_scaled: The parameters whose gradients a block left scaled.
+        still_scaled: The parameters whose gradients a block left scaled.
         facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target; None
             for optimizers of no handle.
     """
@@ -59,7 +59,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         self.listeners = Listeners()
         self.steps = Steps(self.listeners, self.loss_scalers.catch_up)
         self._vanishing = UnderflowWatch()
-        self.left_scaled = LeftScaled(lambda: self.guards)
+        self.still_scaled = StillScaled(lambda: self.guards)
 
     @property
     def scalers(self) -> list[LossScaler]:
@@ -130,7 +130,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             masters = MasterWeights(optimizer, originals)
             self._put_guard(optimizer, masters)
         else:
-            masters.adopt(originals)
+            masters.add_missing_masters(originals)
         return masters
 
     def hand_over(self, optimizer: Any) -> MasterWeights | None:
@@ -151,11 +151,11 @@ class GuardedOptimizers(StepOwner[StepGuard]):
             if not (any(optimizer is named for named in optimizers) or any(id(param) in meant for param in own)):
                 continue
             if masters is not None:
-                masters.dissolve(params)
+                masters.undo(params)
                 if len(masters):
                     # It steps other models as well.
                     continue
-                masters.dissolve()
+                masters.undo()
             self.hand_over(optimizer)
             self.loss_scalers.forget_own(optimizer)
 
@@ -169,7 +169,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         # All guards go first: what one left scaled may be the gradients of a master that another one has too.
         for masters in [self.hand_over(optimizer) for optimizer in optimizers]:
             if masters is not None:
-                masters.dissolve()
+                masters.undo()
         for optimizer in list(self.loss_scalers.own):
             self.loss_scalers.forget_own(optimizer)
 
@@ -177,7 +177,7 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def step_begins(self, guard: StepGuard) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        self.steps.begin(guard.skips.step)
+        self.steps.begin(guard.history.step)
         if guard.grads.own_scalers:
             for scaler in guard.grads.own_scalers:
                 self.steps.add_own(scaler)
@@ -188,25 +188,25 @@ class GuardedOptimizers(StepOwner[StepGuard]):
 
     def refuse_scaled(self, guard: StepGuard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
-        if self.left_scaled.any_noted:
+        if self.still_scaled.any_noted:
             self.forget_added(guard)
-            self.left_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
+            self.still_scaled.refuse(f"{guard.name} would use", guard.grads.leaves())
 
     def share_gradients(self, optimizer: Any) -> None:
         """Let an optimizer's masters, if it has some, have the gradients of their half parameters, scaled or not."""
         masters = self.masters_of(optimizer)
         if masters is not None:
-            left = self.left_scaled.left(half for half, _ in masters.pairs)
+            left = self.still_scaled.left(half for half, _ in masters.pairs)
             masters.share_gradients()
             for half, scale, reason in left:
-                self.left_scaled.note([half, masters.get(half)], scale, reason)
+                self.still_scaled.note([half, masters.get(half)], scale, reason)
 
     def forget_added(self, guard: StepGuard) -> None:
         """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
         if added := guard.grads.added_params():
             pairs = () if guard.masters is None else guard.masters.pairs
             known = set(map(id, added))
-            self.left_scaled.forget([*added, *(half for half, master in pairs if id(master) in known)])
+            self.still_scaled.forget([*added, *(half for half, master in pairs if id(master) in known)])
 
     def compare_settings(self, guard: StepGuard) -> None:
         """Compare settings with the ranks that step together with this one, once; see `compare_ranks`."""
@@ -272,13 +272,13 @@ class GuardedOptimizers(StepOwner[StepGuard]):
         self.steps.reset(self.steps.guarded, skipped)
         for guard in self.guards:
             # The skips in a row were those of the run that is left behind.
-            guard.skips.in_a_row = 0
+            guard.history.in_a_row = 0
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
             return
-        self.left_scaled.optimizer_made(optimizer)
+        self.still_scaled.optimizer_made(optimizer)
         # A half-built optimizer has no groups.
         with contextlib.suppress(AttributeError):
             if steps_any_of(self.models_with_masters, optimizer):
@@ -301,9 +301,7 @@ class LossBlock(NeedsWith):
     # While it is open.
     _block: ScaledBlock | None = None
 
-    def __init__(
-        self, owner: GuardedOptimizers, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool
-    ) -> None:
+    def __init__(self, owner: Guards, loss: Any, optimizers: Any, scaler: LossScaler, delay_unscale: bool) -> None:
         self._owner, self._scaler, self._delay_unscale = owner, scaler, delay_unscale
         self._given: tuple[Any, Any] | None = (loss, optimizers)
 
@@ -323,10 +321,10 @@ class LossBlock(NeedsWith):
         left: Sequence[tuple[Tensor, Scale, str]] = ()
         for guard in guards:
             guard.scaled = True
-        if owner.left_scaled.any_noted:
+        if owner.still_scaled.any_noted:
             for guard in guards:
                 owner.forget_added(guard)
-            left = owner.left_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
+            left = owner.still_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
         owner.steps.note(loss, scaler.scale_without_sync(), waits=True)
         block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
         scale = block.__enter__()
@@ -334,10 +332,10 @@ class LossBlock(NeedsWith):
         try:
             for param, earlier, reason in left:
                 # The block multiplied them by its scale once more.
-                owner.left_scaled.note([param], earlier, reason)
+                owner.still_scaled.note([param], earlier, reason)
             scaled = scaled_loss(loss, scale)
             if scaler.checks and not torch.compiler.is_compiling():
-                block.watch(loss, scaled, owner.left_scaled)
+                block.watch(loss, scaled, owner.still_scaled)
         except BaseException as error:
             self.__exit__(type(error))
             raise
@@ -373,7 +371,7 @@ def _wrapped_by(wrapper: Any) -> Any:
 
 
 def wrap_optimizer(
-    optimizers: GuardedOptimizers, optimizer: Any, scalers: Sequence[LossScaler], check_active: Callable[[], object]
+    optimizers: Guards, optimizer: Any, scalers: Sequence[LossScaler], check_active: Callable[[], object]
 ) -> Any:
     """Give an optimizer a ``scale_loss`` with scalers of its own; see `autoamp.core.Handle.wrap_optimizer`.
 
@@ -383,16 +381,16 @@ def wrap_optimizer(
         scalers: One for each loss. A scaler that serves another loss already is copied.
         check_active: Raises UsageError where the handle is not active.
     """
-    skips = optimizers.guard(optimizer).skips
+    history = optimizers.guard(optimizer).history
     own, reference = optimizers.loss_scalers.give_own(optimizer, scalers), weakref.ref(optimizer)
-    step, turns = skips.steps, itertools.cycle(own)
+    step, turns = history.steps, itertools.cycle(own)
 
     def scale_loss(loss: Tensor, *, delay_unscale: bool = False) -> contextlib.AbstractContextManager[Tensor]:
         nonlocal step, turns
         check_active()
-        if step != skips.steps:
+        if step != history.steps:
             # The first loss of a step takes the first scaler, and so on.
-            step, turns = skips.steps, itertools.cycle(own)
+            step, turns = history.steps, itertools.cycle(own)
         return LossBlock(optimizers, loss, reference(), next(turns), delay_unscale)
 
     optimizer.scale_loss = scale_loss

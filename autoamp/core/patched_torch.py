@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autoamp import torch_private
 from autoamp.core.casts import HALF_MODEL, CastState
-from autoamp.core.optimizers import GuardedOptimizers
+from autoamp.core.optimizers import Guards
 from autoamp.core.patch_sites import Place
 from autoamp.core.patches import PatchSet, ScriptTable, mark, name_by, teach_dynamo, writing
 from autoamp.core.policies import build_replacement
@@ -71,7 +71,7 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
     """
 
     def get_fastpath_enabled() -> bool:
-        is_off = casts.local.mode.on is False and casts.on_by_default
+        is_off = casts.thread.mode.on is False and casts.on_by_default
         return original() if is_off or casts.cache.pins else False
 
     return get_fastpath_enabled
@@ -138,7 +138,7 @@ class PatchedTorch:
 
     _settings: Settings
 
-    def __init__(self, optimizers: GuardedOptimizers) -> None:
+    def __init__(self, optimizers: Guards) -> None:
         self.in_place = False
         self.skipped_rules: tuple[CastRule, ...] = ()
         self._optimizers = optimizers
@@ -169,7 +169,7 @@ class PatchedTorch:
         within = expand(settings.half_table or CastTable())
         # A thread that patches while another one restores would take its replacements for torch's own functions.
         with writing:
-            casts.open()
+            casts.enable()
             try:
                 with self.patches.all_or_nothing():
                     # Half models cast by themselves, as programs with half models do.
@@ -182,14 +182,14 @@ class PatchedTorch:
                     for of_half_models, found in enumerate((expansion, within)):
                         for rule in found.deferred:
                             self._defer(rule, bool(of_half_models))
-                    local = casts.local
+                    local = casts.thread
                     teach_dynamo(
                         self.patches,
                         lambda function: local.with_mode(function, False, forced_off=True),
                         lambda function: local.with_mode(function, local.traced.on, local.traced.forced_off),
                     )
             except BaseException:
-                casts.shut()
+                casts.disable()
                 self._take_back()
                 raise
             self.in_place = True
@@ -211,7 +211,7 @@ class PatchedTorch:
                 # Another thread has restored torch since.
                 return ()
             self.in_place = False
-            self._optimizers.casts.shut()
+            self._optimizers.casts.disable()
             try:
                 # What is told of steps may be a warning, which a filter makes an error.
                 self._optimizers.sites.stopped()

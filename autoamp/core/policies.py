@@ -122,7 +122,7 @@ def build_fallback(call: Callable[..., Any], retry: Retry, casts: CastState, act
         casts: The casts of the handle.
         active: What `ThreadMode.on` is where the rule acts.
     """
-    local, compiling = casts.local, torch.compiler.is_compiling
+    local, compiling = casts.thread, torch.compiler.is_compiling
     traced = build_traced_fallback(call, retry, local, active)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -260,14 +260,14 @@ def build_replacement(
 
     # Dynamo traces another one, which sets nothing when it runs.
     call = traceable_method(original)
-    call = casts.local.with_mode(call, False) if off_within else call
+    call = casts.thread.with_mode(call, False) if off_within else call
     watched = original
     if policy is CastPolicy.BANNED and isinstance(original, types.FunctionType) and original in TAKE_PROBABILITIES:
         watched = watch_sigmoids(original, casts, f"{module}.{qualname}", remedy)
     traced_elsewhere = None if elsewhere is None else traced_in_place_of(elsewhere)
     out_of_place = None if functional is None else traceable_method(functional)
-    traced = mark(build(call, out_of_place, casts.local.traced, False, traced_elsewhere), original)
-    replacement = trace_instead(build(watched, functional, casts.local, off_within, elsewhere), traced)
+    traced = mark(build(call, out_of_place, casts.thread.traced, False, traced_elsewhere), original)
+    replacement = trace_instead(build(watched, functional, casts.thread, off_within, elsewhere), traced)
     replacement = imitate(replacement, original, module, qualname)
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
@@ -309,7 +309,7 @@ def _cast_and_call(
         special_case: The op's own way.
         to_half: Whether the policy is fp16.
         off_within: Whether casts are off while the original runs.
-        local: Has the switches that are asked: `CastState.local`, or what traced code reads in its place.
+        local: Has the switches that are asked: `CastState.thread`, or what traced code reads in its place.
         active: What the first switch is where the policy acts.
         elsewhere: What is called where it does not; None for what the handle's casts say.
         count: The number of calls, its one element; None to count none.
@@ -323,7 +323,7 @@ def _cast_and_call(
     def replacement(*args: Any, **kwargs: Any) -> Any:
         mode = local.mode
         if mode.on is not active:
-            return when_off(*args, **kwargs)
+            return outside_modules(*args, **kwargs)
         if off_within:
             # `ThreadState.set` written out: most losses and norms come here, and each call of Python's counts.
             own_mode = vars(mode)
@@ -358,9 +358,9 @@ def _cast_and_call(
                 else:
                     own_mode["on"] = before
 
-    when_off = elsewhere
+    outside_modules = elsewhere
     if elsewhere is None:
-        when_off = casts.when_off(original, replacement, local) if casts.in_modules else original
+        outside_modules = casts.outside_modules(original, replacement, local) if casts.in_modules else original
     return replacement
 
 
@@ -445,7 +445,7 @@ def _precache_weights(casts: CastState) -> SpecialCase:
     """Return the way of a cell of a recurrent layer: a module calls it in a loop, so its casts are kept at once."""
 
     def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        param_casts: Any = None if torch.compiler.is_dynamo_compiling() else casts.local.param_casts
+        param_casts: Any = None if torch.compiler.is_dynamo_compiling() else casts.thread.param_casts
         for arg in () if param_casts is None else args:
             if type(arg) is Parameter:
                 # As if it had been cast before.

@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 
-from autoamp.core.attach import refresh_params
+from autoamp.core.attach import masters_to_model
 from autoamp.core.casts import HALF_MODEL, CastState, ThreadMode, ThreadState, Token, TracedMode
-from autoamp.core.half_models import ForwardDtypes, cast_structure
+from autoamp.core.half_models import ModelBoundary, cast_structure
 from autoamp.core.listeners import Listeners
 from autoamp.core.patch_sites import Place
 from autoamp.core.patches import original_of
@@ -59,12 +59,12 @@ from autoamp.torch_private import (
 )
 
 AUTOCAST = "torch.autocast"
-"""What `ModuleCasts.yielded_to` calls the program's own regions."""
+"""What `ScopedCasts.yielded_to` calls the program's own regions."""
 
 log = logging.getLogger(__name__)
 
 
-class ModuleCasts(CastState):
+class ScopedCasts(CastState):
     """Casts within calls of modules, until the program is seen to cast by itself."""
 
     in_modules = True
@@ -101,16 +101,16 @@ class ModuleCasts(CastState):
 
         A switch is outside of every module's call, in a program that opens no enabled region.
         """
-        return mode.on is not None or self.local.bare_calls > 0 or bool(self.own_dtypes)
+        return mode.on is not None or self.thread.bare_calls > 0 or bool(self.own_dtypes)
 
     def yield_to(self, whom: str, dtypes: Iterable[torch.dtype] = ()) -> None:
         """Note that the program casts by itself. From now on nothing is cast for it, and no loss scaled."""
         self.own_dtypes.update(dtypes)
         if self.yielded_to is None:
             self.yielded_to, self._on = whom, False
-            if self.is_open:
+            if self.enabled:
                 # Only the default: a thread that is within a module's call has its own switches until the call ends.
-                self.local.set_default(False, forced_off=True)
+                self.thread.set_default(False, forced_off=True)
             log.info("the program has %s: autoamp does not cast, and does not scale its losses", whom)
 
     def begin_call(self, module: Module) -> bool | None:
@@ -122,7 +122,7 @@ class ModuleCasts(CastState):
         None of a module without any parameters, such as a metric or an augmentation, which a program of torch.amp calls
         outside of its region: modules that it calls are asked as outside of it.
         """
-        if self.local.now().on is not None:
+        if self.thread.now().on is not None:
             return False
         first = next(module.parameters(), None)
         if first is None and not is_replica(module):
@@ -153,17 +153,17 @@ class ModuleCasts(CastState):
 
     def wants(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a call is to be cast: within a module's call, or because an argument is in the half dtype."""
-        on = self.local.now().on
+        on = self.thread.now().on
         return self._has_half(args, kwargs) if on is None else on is True
 
     def _has_half(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return any(tensor.dtype is self.dtype for tensor in iter_tensors((args, kwargs)))
 
-    def when_off(
+    def outside_modules(
         self, original: Callable[..., Any], replacement: Callable[..., Any], local: ThreadState | TracedMode
     ) -> Callable[..., Any]:
         """Return what a replacement calls outside of modules' calls: it casts if an argument is in the half dtype."""
-        has_half, cast = self._has_half, self.local.with_mode(replacement, True)
+        has_half, cast = self._has_half, self.thread.with_mode(replacement, True)
 
         def outside(*args: Any, **kwargs: Any) -> Any:
             return (cast if local.mode.on is None and has_half(args, kwargs) else original)(*args, **kwargs)
@@ -208,7 +208,7 @@ def caller_of(frame: Any) -> tuple[str, str]:
 
 
 def _are_on(casts: CastState) -> bool:
-    return casts.local.now().on is True and not casts.autocast_rules()
+    return casts.thread.now().on is True and not casts.autocast_rules()
 
 
 def _build_getter(original: Any, casts: CastState, device: str | None, answer: Any) -> Any:
@@ -261,7 +261,7 @@ def _value_set(args: tuple[Any, ...], kwargs: dict[str, Any], device: str | None
 
 def _build_switch(original: Any, casts: CastState, device: str | None) -> Any:
     """Build what turns our casts off, and on again."""
-    local = casts.local
+    local = casts.thread
 
     def switch(*args: Any, **kwargs: Any) -> Any:
         value = _value_set(args, kwargs, device, casts)
@@ -284,7 +284,7 @@ def _build_dtype_setter(original: Any, casts: CastState, device: str | None) -> 
 
     def set_dtype(*args: Any, **kwargs: Any) -> Any:
         is_told = _value_set(args, kwargs, device, casts) is casts.dtype
-        is_ours = is_told and (_are_on(casts) or casts.local.mode.forced_off is _BY_SETTER)
+        is_ours = is_told and (_are_on(casts) or casts.thread.mode.forced_off is _BY_SETTER)
         return None if is_ours else original(*args, **kwargs)
 
     return disable_in_dynamo(set_dtype)
@@ -313,7 +313,7 @@ class AutocastRegions:
 
     def autocast_entered(self, region: torch.autocast) -> None:
         """Turn casts off in a disabled region of the program."""
-        casts, local, traced = self.casts, self.casts.local, traced_frames()
+        casts, local, traced = self.casts, self.casts.thread, traced_frames()
         is_ours = region.device == casts.device_type
         # Dynamo enters the regions of the code that it traces.
         if not _is_the_programs(region, traced[0] if traced else next(_frames())):
@@ -348,7 +348,7 @@ class AutocastRegions:
 
     def autocast_left(self, region: torch.autocast, error: BaseException | None) -> None:
         """Turn casts on again."""
-        local = self.casts.local
+        local = self.casts.thread
         if local.regions and local.regions[-1][0] is region:
             if isinstance(error, Exception):
                 self.casts.explain(error)
@@ -389,20 +389,20 @@ class ModuleCalls:
     Attributes:
         casts: The state that calls read and set.
         precisions: Which modules run in a precision of their own.
-        forward_dtypes: In which dtypes models take inputs and give outputs.
+        boundaries: In which dtypes models take inputs and give outputs.
         listeners: Hear of outermost calls.
     """
 
     casts: CastState
     precisions: ModulePrecisions
-    forward_dtypes: ModuleTags[ForwardDtypes]
+    boundaries: ModuleTags[ModelBoundary]
     listeners: Listeners
     _has_told_of_export: bool = False
 
     def around_module_call(self, original: Any) -> Any:
         """Return the replacement of ``torch.nn.Module.__call__``."""
-        casts, precisions, forward_dtypes, listeners = self.casts, self.precisions, self.forward_dtypes, self.listeners
-        local, cache, in_modules = casts.local, casts.cache, casts.in_modules
+        casts, precisions, boundaries, listeners = self.casts, self.precisions, self.boundaries, self.listeners
+        local, cache, in_modules = casts.thread, casts.cache, casts.in_modules
         compiling = torch.compiler.is_dynamo_compiling
         no_class_rules, has_rules = not precisions.has_class_rules, precisions.has_rules
 
@@ -434,18 +434,18 @@ class ModuleCalls:
             if compiling():
                 # Dynamo guards on all that is read here, so that code compiled for another handle or for other tags
                 # does not pass for this. `forced_off` is never None.
-                if not (in_modules or precisions.any or forward_dtypes.values) and local.now().forced_off is not None:
+                if not (in_modules or precisions.any or boundaries.values) and local.now().forced_off is not None:
                     return original(self, *args, **kwargs)
             else:
                 if local.param_casts is None:
-                    refresh_params()
+                    masters_to_model()
                 told = [begun(self, args, kwargs) for begun in listeners.call_begun]
             tokens: list[Token] = []
             dtypes, look, keeps_casts, widens, is_bare = None, None, False, False, False
             try:
                 try:
-                    if in_modules or has_rules or precisions.any or forward_dtypes.values:  # modules are not alike
-                        dtypes = forward_dtypes.get(self)
+                    if in_modules or has_rules or precisions.any or boundaries.values:  # modules are not alike
+                        dtypes = boundaries.get(self)
                         if dtypes is not None:
                             args, kwargs = cast_structure((args, kwargs), dtypes.inputs, doubles=dtypes.doubles)
                             tokens += dtypes.switch(casts)
@@ -498,7 +498,7 @@ class ModuleCalls:
 
         def export(model: Any, *args: Any, **kwargs: Any) -> Any:
             casts, is_told = self.casts, self._has_told_of_export
-            if casts.in_modules and casts.local.mode.on is None and not is_told and isinstance(model, Module):
+            if casts.in_modules and casts.thread.mode.on is None and not is_told and isinstance(model, Module):
                 self._has_told_of_export = True
                 log.warning(
                     "the graph of %s has %s nodes, as its calls are cast; for one in fp32 export it within "
@@ -519,7 +519,7 @@ class ModuleCalls:
 
     def runs_later(self, function: Any) -> Any:
         """Return a function that casts as this thread does now."""
-        return self.casts.local.with_mode(function, *self.casts.mode())
+        return self.casts.thread.with_mode(function, *self.casts.mode())
 
     def function_called(self, context: Any) -> None:
         """Note how this thread casts in the forward of a custom function."""
@@ -534,9 +534,9 @@ class ModuleCalls:
 
         def apply_as_noted(context: Any, *args: Any) -> Any:
             noted, mode = vars(context).get("_autoamp_mode", (None, None))
-            if noted is not casts or mode == casts.mode() or not casts.is_open:
+            if noted is not casts or mode == casts.mode() or not casts.enabled:
                 return apply(context, *args)
-            return casts.local.with_mode(apply, *mode)(context, *args)
+            return casts.thread.with_mode(apply, *mode)(context, *args)
 
         return apply_as_noted
 

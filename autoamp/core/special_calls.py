@@ -234,7 +234,7 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
         if query is None or key is None or value is None or not casts.eligible(query):
             return NotImplemented
         # Where casts are off only a half model's attention comes in half.
-        if query.dtype is torch.float32 and casts.local.now().on is not True:
+        if query.dtype is torch.float32 and casts.thread.now().on is not True:
             return NotImplemented
         if not in_fp16 and max(query.size(-2), key.size(-2)) > _LONGEST_IN_BF16:
             return NotImplemented
@@ -331,7 +331,7 @@ def _narrowed(casts: CastState, weights: Sequence[Tensor], layout: Any) -> list[
             made.update(zip(map(id, weights), copies, strict=True))
         return made[id(weight)]
 
-    cache, param_casts = casts.cache, casts.local.param_casts
+    cache, param_casts = casts.cache, casts.thread.param_casts
     parameters = [weight for weight in weights if type(weight) is Parameter]
     is_kept = cache.pins or (param_casts is not None and any(id(weight) in param_casts for weight in parameters))
     if len(parameters) < len(weights) or not is_kept:
@@ -354,7 +354,7 @@ def build_check_input(original: Any, casts: CastState) -> Any:
         weight = self._flat_weights[0]
         if (
             input.dtype != weight.dtype
-            and casts.local.now().on is not False
+            and casts.thread.now().on is not False
             and casts.eligible(input)
             and casts.eligible(weight)
         ):
@@ -393,7 +393,7 @@ def watch_sigmoids(original: Any, casts: CastState, name: str, remedy: str) -> C
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if name not in casts.warned and casts.is_open and casts.yielded_to is None:
+        if name not in casts.warned and casts.enabled and casts.yielded_to is None:
             half = _dtype_of_sigmoid(args[0] if args else kwargs.get("input"))
             if half is not None:
                 casts.warned.add(name)

@@ -322,7 +322,7 @@ class Steps:
 Guard = TypeVar("Guard")
 
 
-class StepOwner(Generic[Guard]):
+class GuardHost(Generic[Guard]):
     """What the guard of an optimizer asks and tells. This one knows of no handle, and does nothing."""
 
     listeners = Listeners()
@@ -390,7 +390,7 @@ class Step:
         return self.skipped_by is not None
 
 
-class Skips:
+class StepHistory:
     """How many steps one optimizer took, and which were skips. Reading them waits for flags on the device.
 
     It refers to nothing of the optimizer, so that flags that are still on their way keep no weights alive.
@@ -408,7 +408,7 @@ class Skips:
         owner: As given.
     """
 
-    def __init__(self, name: str, owner: Callable[[], StepOwner[Any]]) -> None:
+    def __init__(self, name: str, owner: Callable[[], GuardHost[Any]]) -> None:
         self.steps = self.total = self.in_a_row = 0
         self.step = Step()
         self.owner = owner

@@ -11,7 +11,7 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.core import BaseHandle as CoreHandle
-from autoamp.core import GuardedOptimizers, Listeners, Looks, Runtime, Step, handles, is_count, listen, runtime_of
+from autoamp.core import Guards, Listeners, Looks, Runtime, Step, handles, is_count, listen, runtime_of
 from autoamp.core import Handle as EnabledHandle
 from autoamp.core import NoOpHandle as DisabledHandle
 from autoamp.errors import UsageError, kind_of
@@ -45,7 +45,7 @@ class Diagnostics(Looks):
     observation: Observation
     overflows: OverflowTrace
     followers: Followers
-    _optimizers: GuardedOptimizers
+    _optimizers: Guards
     _buffer_losses: list[dict[str, Any]]
 
     def __init__(self) -> None:

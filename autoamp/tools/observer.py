@@ -221,7 +221,7 @@ class Observation(Listener):
         def run(*args: Any, **kwargs: Any) -> Any:
             if compiling() or not (observers := self.observers if thread.only is None else thread.only):
                 return replacement(*args, **kwargs)
-            if (self.casts.local.mode.on == HALF_MODEL) is not in_half_models:
+            if (self.casts.thread.mode.on == HALF_MODEL) is not in_half_models:
                 return replacement(*args, **kwargs)
             outer = thread.call
             casting = in_half_models or self.casts.wants(args, kwargs)

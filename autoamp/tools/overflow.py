@@ -21,11 +21,11 @@ from torch import Tensor
 from autoamp.core import (
     CastPolicy,
     CastRule,
-    GuardedOptimizers,
+    Guards,
     Listener,
     LossScaler,
-    Skips,
     Step,
+    StepHistory,
     listen,
     reached_by,
     scaled_loss,
@@ -71,7 +71,7 @@ class OverflowTrace(Listener):
     keeps = 1000
 
     def __init__(
-        self, optimizers: GuardedOptimizers, observation: Observation, rules: Iterable[CastRule] = (), *, always: bool
+        self, optimizers: Guards, observation: Observation, rules: Iterable[CastRule] = (), *, always: bool
     ) -> None:
         self.always = always
         self.observation = observation
@@ -82,7 +82,7 @@ class OverflowTrace(Listener):
 
         def no_list_acts() -> bool:
             # Where the program casts by itself no list does; what it is told then is no entry.
-            return bool(self._casts.local.mode.forced_off) and self._casts.yielded_to is None
+            return bool(self._casts.thread.mode.forced_off) and self._casts.yielded_to is None
 
         self.recorder = StepRecorder(optimizers.listeners, always=always, no_list_acts=no_list_acts)
         if always:
@@ -108,7 +108,7 @@ class OverflowTrace(Listener):
 
     # -- what steps tell --
 
-    def step_skipped(self, skips: Skips, step: Step) -> Overflow | None:
+    def step_skipped(self, history: StepHistory, step: Step) -> Overflow | None:
         """Explain a skip, if the step was recorded. The next steps are, until one is clean."""
         scaler, scale, late, recorded = step.skipped_by, step.scale, step.is_late, self.recorder.step
         if not isinstance(scaler, LossScaler) or (not recorded.is_recorded and _within_compiler()):
@@ -118,7 +118,7 @@ class OverflowTrace(Listener):
         is_failure = is_fixed or scale == 1.0 or (not late and self._optimizers.steps.loss_is_nonfinite)
         if not recorded.is_recorded and not is_failure:
             # As a rule a search for the scale.
-            self.recorder.watch(skips)
+            self.recorder.watch(history)
             return None
         found = self._explain_step(recorded, scale, late)
         if is_fixed and isinstance(found.verdict, ScaleSearch):
@@ -131,7 +131,7 @@ class OverflowTrace(Listener):
         number = None if late else self._optimizers.steps.all - 1
         found = self.with_lists(found)
         found = replace(found, loss_scale=None if math.isnan(scale) else scale, iteration=number)
-        found = self._noted(found, late, level, skips, at_any_scale=is_failure)
+        found = self._noted(found, late, level, history, at_any_scale=is_failure)
         for listener in list(self.listeners):
             listener(found)
         return found
@@ -152,14 +152,14 @@ class OverflowTrace(Listener):
         return replace(found, suggestion=advice, fp32_names=(), fp32_module=None)
 
     def _noted(
-        self, found: Overflow, late: bool, level: int, skips: Skips | None, *, at_any_scale: bool = False
+        self, found: Overflow, late: bool, level: int, history: StepHistory | None, *, at_any_scale: bool = False
     ) -> Overflow:
-        watches = skips is not None and not self.always
+        watches = history is not None and not self.always
         if isinstance(found.verdict, NotLocated):
             verdict = replace(found.verdict, watched=WATCHED_STEPS if watches else 0, at_any_scale=at_any_scale)
             found = replace(found, verdict=verdict)
         if watches:
-            self.recorder.watch(skips)
+            self.recorder.watch(history)
         self.all.append(found)
         log.log(level, "%s", found)
         # The tape of a step whose overflow is known late is gone by then.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core import Listener, Listeners, Skips, Step
+from autoamp.core import Listener, Listeners, Step, StepHistory
 from autoamp.errors import UsageError
 from autoamp.tensors import compacted, iter_tensors, map_tensors
 from autoamp.tools.call_sites import CallPlaces
@@ -140,9 +140,9 @@ class StepRecorder(Listener):
         self._always = always
         # So many steps from here on are recorded, until one of this optimizer is clean.
         self._watched = 0
-        self._watched_for: weakref.ref[Skips] | None = None
+        self._watched_for: weakref.ref[StepHistory] | None = None
         # Of the optimizers whose steps were heard of.
-        self._skips: weakref.WeakSet[Skips] = weakref.WeakSet()
+        self._histories: weakref.WeakSet[StepHistory] = weakref.WeakSet()
         self._no_list_acts = no_list_acts
         self._places = CallPlaces(no_list_acts)
         self._inside = _Inside()
@@ -150,9 +150,9 @@ class StepRecorder(Listener):
         if always:
             listeners.add(self)
 
-    def watch(self, skips: Skips | None) -> None:
+    def watch(self, history: StepHistory | None) -> None:
         """Record the next steps, until one of this optimizer is clean; at most `WATCHED_STEPS`."""
-        self._watched, self._watched_for = WATCHED_STEPS, None if skips is None else weakref.ref(skips)
+        self._watched, self._watched_for = WATCHED_STEPS, None if history is None else weakref.ref(history)
         # What came before was not recorded.
         self.step.ended |= not self.step.is_recorded
         self._listeners.add(self)
@@ -166,17 +166,17 @@ class StepRecorder(Listener):
         self.end_step()
         return is_recorded
 
-    def step_taken(self, skips: Skips, step: Step) -> None:
+    def step_taken(self, history: StepHistory, step: Step) -> None:
         """Forget the step at hand, unless other optimizers may step by the same calls, and be skipped."""
-        self._skips.add(skips)
-        if self._watched_for is not None and self._watched_for() is skips:
+        self._histories.add(history)
+        if self._watched_for is not None and self._watched_for() is history:
             self._watched = 0
-        if not step.is_late and len(self._skips) == 1:
+        if not step.is_late and len(self._histories) == 1:
             self.forget()
 
-    def step_skipped(self, skips: Skips, step: Step) -> None:
+    def step_skipped(self, history: StepHistory, step: Step) -> None:
         """Take note of an optimizer. `OverflowTrace` explains the skip."""
-        self._skips.add(skips)
+        self._histories.add(history)
 
     def end_step(self) -> None:
         """Mark the step as ended."""

@@ -248,7 +248,7 @@ class World:
             self.schedule(Schedule(number))
         # For each optimizer: what blocks found since its last step; whether any block checked; gradients left scaled.
         self.found: list[list[bool]] = [[], []]
-        self.was_checked, self.left_scaled = [False, False], [False, False]
+        self.was_checked, self.still_scaled = [False, False], [False, False]
         self.delayed, self.delayed_by = [False, False], [0, 0]
         # Gradients that the program replaced at masters, and then cleared at half parameters. As in Apex the masters
         # keep theirs, until a backward pass.
@@ -274,7 +274,7 @@ class World:
             raise Unclear
         if action.how == "late" and not auto and self.way.checks:
             raise Refused
-        if any(self.left_scaled[number] for number in named if number in action.models):
+        if any(self.still_scaled[number] for number in named if number in action.models):
             raise Refused
         if any(self.delayed[number] for number in action.models if number not in named):
             # They are right if the scale is the same still.
@@ -313,7 +313,7 @@ class World:
         for number in action.models:
             if number not in named:
                 # Zeros are the same at any scale.
-                self.left_scaled[number] = self.way.checks and any(
+                self.still_scaled[number] = self.way.checks and any(
                     p.grad is not None and p.grad.count_nonzero() for p in self.params(number)
                 )
             elif action.overflows and auto:
@@ -325,7 +325,7 @@ class World:
     def write(self, action: Write) -> None:
         params = [param for param in self.params(action.optimizer) if param.grad is not None]
         if params:
-            if self.left_scaled[action.optimizer]:
+            if self.still_scaled[action.optimizer]:
                 raise Refused if "clip" in action.how else Unclear
             if self.keeps_replaced[action.optimizer] or self.delayed[action.optimizer]:
                 raise Unclear
@@ -334,7 +334,7 @@ class World:
 
     def clear(self, action: Clear) -> None:
         CLEARS[action.how](self.optimizers[action.optimizer], self.models[action.optimizer])
-        self.left_scaled[action.optimizer] = False
+        self.still_scaled[action.optimizer] = False
         self.keeps_replaced[action.optimizer] = self.replaced[action.optimizer] and "optimizer" not in action.how
 
     def schedule(self, action: Schedule) -> None:
@@ -370,7 +370,7 @@ class World:
 
     def step(self, action: Step) -> None:
         number = action.optimizer
-        if self.left_scaled[number] and action.closure is None:
+        if self.still_scaled[number] and action.closure is None:
             raise Refused
         if self.keeps_replaced[number]:
             raise Unclear
@@ -383,7 +383,7 @@ class World:
         if evaluates:
             # A closure clears what another block has left.
             self.optimizers[number].zero_grad()
-            self.left_scaled[number] = False
+            self.still_scaled[number] = False
             self.found[number].clear()
             self.block(action.closure)
             if skips:

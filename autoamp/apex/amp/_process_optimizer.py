@@ -32,7 +32,7 @@ class AmpOptimizerState(GroupsOfMasters):
         optimizer._amp_stash = self
         # `initialize` itself has made the masters.
         optimizer._amp_lazy_init = optimizer._lazy_init_maybe_master_weights = lambda: None
-        optimizer._master_params_to_model_params = self.copy_down
+        optimizer._master_params_to_model_params = self.round_into_model
         optimizer._prepare_amp_backward, optimizer._post_amp_backward = self.prepare_backward, self.post_backward
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,10 +50,10 @@ class AmpOptimizerState(GroupsOfMasters):
         runtime, optimizer = current_runtime(), self._optimizer()
         return runtime.optimizers.masters_of(optimizer) if runtime is not None and optimizer is not None else None
 
-    def copy_down(self) -> None:
+    def round_into_model(self) -> None:
         """Write the masters into the half parameters, which each step does by itself."""
         if self._masters is not None:
-            self._masters.copy_down()
+            self._masters.round_into_model()
 
     def prepare_backward(self) -> None:
         """Put gradients aside before a backward pass whose loss the program scales itself, in place of `scale_loss`.

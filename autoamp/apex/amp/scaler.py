@@ -97,7 +97,7 @@ class ScalerView:
         For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
         they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
         """
-        pending = [check for check in self._pending() if check.reported.told is None]
+        pending = [check for check in self._pending() if check.scaler_heard.overflow is None]
         noted = "_overflow_buf" in vars(self) and bool(self._overflow_buf.any())
         if not pending and not noted:
             return self._has_overflow
@@ -105,7 +105,7 @@ class ScalerView:
         self._scaler.update(overflow)
         for check in pending:
             # The step does not tell the scaler again.
-            check.reported.told = True
+            check.scaler_heard.overflow = True
         return overflow
 
     def _pending(self) -> list[OverflowCheck]:

@@ -20,13 +20,13 @@ from autoamp.apex.fp16_utils.loss_scaler import Iterations, PokedDynamicScaler, 
 from autoamp.apex.fp16_utils.masters import GroupsOfMasters, flat_masters
 from autoamp.core import (
     DynamicLossScaler,
+    GuardHost,
     LossScaler,
     MasterWeights,
     RequestedGroup,
     ScaledBlock,
     ScalesItself,
     StepGuard,
-    StepOwner,
     current_runtime,
     is_optimizer,
     joint_norm,
@@ -54,7 +54,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         dynamic_loss_args: For a dynamic scale: ``init_scale`` (default 2**16), ``scale_factor`` (2), by which an
             overflow divides the scale, and ``scale_window`` (2000), the number of steps without an overflow after which
             the scale is multiplied by it.
-        verbose: Has no effect, and exists because Apex has it. Skips are logged to ``autoamp.core``.
+        verbose: Has no effect, and exists because Apex has it. StepHistory are logged to ``autoamp.core``.
 
     Attributes:
         optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.
@@ -67,7 +67,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
 
     # What `Iterations` reads and writes.
     _scaler = property(lambda self: self.loss_scaler)
-    _steps = property(lambda self: self._guard.skips.steps)
+    _steps = property(lambda self: self._guard.history.steps)
     loss_scale = Iterations.cur_scale
     # Its name in `apex.contrib.optimizers`.
     fp32_groups = GroupsOfMasters.fp32_from_fp16_groups
@@ -148,7 +148,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
 
     @overflow.setter
     def overflow(self, overflow: bool) -> None:
-        self._guard.skips.step.skipped_by = self.loss_scaler if overflow else None
+        self._guard.history.step.skipped_by = self.loss_scaler if overflow else None
 
     @property
     def fp32_groups_flat(self) -> list[Tensor]:
@@ -159,13 +159,13 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         """
         self._masters.refresh()
         flats = [flat_masters(group) for group in self.fp32_groups]
-        self._masters.copy_down()
+        self._masters.round_into_model()
         return flats
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; its half parameters get masters."""
         self.optimizer.add_param_group(param_group)
-        self._masters.adopt()
+        self._masters.add_missing_masters()
 
     def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
         """Run the backward pass of a scaled loss, in place of ``loss.backward()``.
@@ -181,7 +181,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
                 nothing has copied the masters into it before it ran.
         """
         runtime = current_runtime()
-        if self._masters.refresh_params() and runtime is None:
+        if self._masters.masters_to_model() and runtime is None:
             raise UsageError(
                 "masters were written to since the last step, and the loss comes from a model with other weights; "
                 "call optimizer.model_from_masters() after the write, before the model runs"
@@ -194,7 +194,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         with block as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
-                block.watch(loss, scaled, runtime.optimizers.left_scaled)
+                block.watch(loss, scaled, runtime.optimizers.still_scaled)
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
@@ -213,7 +213,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         Not needed while a handle of autoamp is active, except for writes through ``.data``, nor if `zero_grad` comes
         between the write and the next call of the model.
         """
-        self._masters.copy_down()
+        self._masters.round_into_model()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the masters and copy them into the half parameters, unless the gradients overflowed.
@@ -236,7 +236,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
             set_to_none: Whether they are set to None. If not, to 0.
             set_grads_to_None: The name of ``set_to_none`` in Apex.
         """
-        self._masters.refresh_params()
+        self._masters.masters_to_model()
         if set_to_none if set_grads_to_None is None else set_grads_to_None:
             self._masters.clear()
         else:
@@ -297,7 +297,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         return {
             "loss_scaler": self.loss_scaler.state_dict(),
             "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self._guard.skips.step.skipped,
+            "overflow": self._guard.history.step.skipped,
             "first_closure_call_this_step": True,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": self.fp32_groups,
@@ -324,7 +324,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
                 f"{dynamic}"
             )
         self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
-        self._masters.adopt()
+        self._masters.add_missing_masters()
         pairs = matched(self.fp32_groups, state_dict["fp32_from_fp16"])
         load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
@@ -332,7 +332,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         with torch.no_grad():
             for master, value in pairs:
                 master.copy_(value)
-        self._masters.copy_down()
+        self._masters.round_into_model()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -368,10 +368,10 @@ class _State(UserDict[Any, Any]):
         return self._stepped(parameter) in self.data
 
 
-def _owner() -> StepOwner[StepGuard]:
+def _owner() -> GuardHost[StepGuard]:
     """Return what the guard of an `FP16_Optimizer` asks and tells: the active handle, if there is one."""
     runtime = current_runtime()
-    return StepOwner() if runtime is None else runtime.optimizers
+    return GuardHost() if runtime is None else runtime.optimizers
 
 
 def _dynamic_scaler(given: Mapping[str, float]) -> PokedDynamicScaler:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoamp.core import CastTable, GuardedOptimizers, NonFiniteSteps, versions
+from autoamp.core import CastTable, Guards, NonFiniteSteps, versions
 from autoamp.errors import UsageError
 from autoamp.tensors import dtype_name
 from autoamp.tools.ranges import FORMATS
@@ -225,7 +225,7 @@ def _verdict(
     return {"sentence": sentence, "level": "bad" if is_bad else "unclear" if unclear else "good"}
 
 
-def _unchecked(optimizers: GuardedOptimizers, compared: int) -> str | None:
+def _unchecked(optimizers: Guards, compared: int) -> str | None:
     """Return why no gradient was checked for overflows, None where some were.
 
     Args:

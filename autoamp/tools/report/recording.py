@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoamp.core import GuardedOptimizers, listen
+from autoamp.core import Guards, listen
 from autoamp.tools.casts import CastTrace
 from autoamp.tools.half_losses import HalfLosses
 from autoamp.tools.monitors import Followers
@@ -113,7 +113,7 @@ class ReportRecording(Watch):
 
     def __init__(
         self,
-        optimizers: GuardedOptimizers,
+        optimizers: Guards,
         overflows: OverflowTrace,
         followers: Followers,
         half_losses: HalfLosses,

@@ -25,7 +25,7 @@ OTHER_DTYPES = [
 
 def make(dtype: torch.dtype = torch.float16, device: str = "cpu", **settings: Any) -> CastState:
     casts = CastState(dtype, device, **settings)
-    casts.open()
+    casts.enable()
     return casts
 
 

@@ -24,7 +24,7 @@ HALF = torch.bfloat16
 def casts() -> CastState:
     """Casts to fp16, as they are within a module call."""
     made = make()
-    made.local.param_casts = {}
+    made.thread.param_casts = {}
     return made
 
 
@@ -85,10 +85,10 @@ def test_the_last_activation_is_cast_once(casts: CastState) -> None:
     casts.args_to_half([{"other": other}, [1, other]])
     casts.to_half(other)
     assert shared(casts, x) is first
-    assert casts.local.param_casts == {}
+    assert casts.thread.param_casts == {}
     shared(casts, other)
     assert shared(casts, x) is not first
-    casts.local.param_casts = None
+    casts.thread.param_casts = None
     assert shared(casts, x) is not shared(casts, x)
     off = make(enable_caching=False)
     assert shared(off, x) is not shared(off, x)

@@ -19,16 +19,16 @@ from autoamp.tensors import iter_tensors
 from tests.core.casting._shared import CAST_DTYPES, HALVES, in_thread, make, nested, snapshot
 
 
-def test_shut_and_open_reach_every_thread_once() -> None:
+def test_disable_and_enable_reach_every_thread_once() -> None:
     casts = CastState(torch.float16, "cpu")
     assert casts.mode() == (False, True)
-    for change, on in ((casts.open, True), (casts.shut, False)) * 2:
+    for change, on in ((casts.enable, True), (casts.disable, False)) * 2:
         for _ in range(2):
             change()
-            assert casts.local.mode.on is on
-            assert in_thread(lambda: casts.local.mode.on) is on
+            assert casts.thread.mode.on is on
+            assert in_thread(lambda: casts.thread.mode.on) is on
             with casts.switched(True):
-                assert casts.local.mode.on is on
+                assert casts.thread.mode.on is on
 
 
 @pytest.mark.parametrize(("on", "may_cast"), [(True, True), (None, True), (False, False)])

@@ -504,8 +504,8 @@ def test_nothing_is_kept_of_models_that_are_gone() -> None:
     del model
     gc.collect()
     models = runtime_of(autoamp.current_handle()).models
-    assert len(models.forward_dtypes.values) == 1
+    assert len(models.boundaries.values) == 1
     assert twin(inputs).dtype is torch.float32
     del twin
     gc.collect()
-    assert not models.forward_dtypes.values
+    assert not models.boundaries.values

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autoamp
-from autoamp.core import Handle, ModuleCasts, runtime_of
+from autoamp.core import Handle, ScopedCasts, runtime_of
 from autoamp.errors import UsageError
 from tests.core.modules.watches import Calls
 
@@ -27,8 +27,8 @@ def handle(half: torch.dtype) -> Iterator[Handle]:
     made.deactivate()
 
 
-def casts_of(handle: Handle) -> ModuleCasts:
-    assert isinstance(runtime_of(handle).casts, ModuleCasts)
+def casts_of(handle: Handle) -> ScopedCasts:
+    assert isinstance(runtime_of(handle).casts, ScopedCasts)
     return runtime_of(handle).casts
 
 

@@ -19,7 +19,7 @@ HALVES = torch.float16, torch.bfloat16
 
 def test_composites_run_under_autocast_where_an_argument_is_half(half: torch.dtype) -> None:
     casts = CastState(half, "cpu")
-    casts.open()
+    casts.enable()
     seen: list[tuple[bool, bool, torch.dtype]] = []
     other = HALVES[HALVES[0] is half]
     torch.set_autocast_dtype("cpu", other)

@@ -21,7 +21,7 @@ def op_of(model: nn.RNNBase) -> Any:
 
 def started(half: torch.dtype) -> CastState:
     casts = CastState(half, "cpu")
-    casts.open()
+    casts.enable()
     return casts
 
 
@@ -90,7 +90,7 @@ def test_values_and_gradients_are_those_of_casts_one_by_one(
 def test_casts_are_kept_from_the_second_use_on(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = MODELS["GRU"](), torch.randn(4, 3, 5)
     spy = Spy(model, casts := started(half), monkeypatch)
-    casts.local.param_casts = {}
+    casts.thread.param_casts = {}
     for _ in range(3):
         model(x)
     first, second, third = spy.weights

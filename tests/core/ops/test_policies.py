@@ -48,7 +48,7 @@ def handle() -> autoamp.Handle:
 def build_one(function: Any, policy: CastPolicy, casts: CastState | None = None, **more: Any) -> Any:
     if casts is None:
         casts = CastState(HALF, "cpu")
-        casts.open()
+        casts.enable()
     return build_replacement(function, policy, casts, module=__name__, qualname="function", **more)
 
 
@@ -235,7 +235,7 @@ def test_a_composite_function_is_fp32_throughout(handle: autoamp.Handle) -> None
 
     replacement = build_one(attention, CastPolicy.FP32, casts)
     assert replacement(x, k=x).dtype == FP32
-    assert casts.local.mode.on is True
+    assert casts.thread.mode.on is True
     assert torch.mm(x, x).dtype == HALF
     with pytest.raises(RuntimeError, match="shape"):
         replacement(x, k=x[:2])

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoamp.core import DynamicLossScaler, LossScaler, ScaledBlock, StepGuard, StepOwner
+from autoamp.core import DynamicLossScaler, GuardHost, LossScaler, ScaledBlock, StepGuard
 
 
-class Owner(StepOwner[StepGuard]):
+class Owner(GuardHost[StepGuard]):
     """Casts nothing."""
 
     def __init__(self) -> None:

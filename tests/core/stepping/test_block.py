@@ -66,7 +66,7 @@ def test_after_an_exception_gradients_hold_true_values(delay: bool, factor: floa
     setup.optimizer.step()
     # The program may catch the exception and step: not with inf and nan.
     assert setup.param.tolist() == ([-0.5, -0.5] if factor == 2.0 else [1.0, 1.0])
-    assert (setup.scaler.unskipped, setup.guard.skips.step.skipped) == (int(factor == 2.0), factor != 2.0)
+    assert (setup.scaler.unskipped, setup.guard.history.step.skipped) == (int(factor == 2.0), factor != 2.0)
 
 
 def test_after_an_exception_in_the_first_block_nothing_is_pending() -> None:
@@ -116,7 +116,7 @@ def test_a_block_of_two_optimizers_is_one_pass_and_one_update(order: tuple[int, 
     for optimizer in pair.optimizers:
         optimizer.step()
     assert pair.scaler.unskipped == 1
-    assert [guard.skips.steps for guard in pair.guards] == [1, 1]
+    assert [guard.history.steps for guard in pair.guards] == [1, 1]
 
 
 @pytest.mark.parametrize("scales", [(1024.0, 1024.0), (1024.0, 64.0), (64.0, 1024.0)])
@@ -170,7 +170,7 @@ def test_one_of_two_without_gradients_is_named_and_not_skipped() -> None:
         scaled.backward()
     setup.optimizer.step()
     other.optimizer.step()
-    assert (setup.guard.skips.total, other.guard.skips.total) == (1, 0)
+    assert (setup.guard.history.total, other.guard.history.total) == (1, 0)
 
 
 def test_a_delayed_block_may_leave_no_gradients() -> None:

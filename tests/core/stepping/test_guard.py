@@ -57,7 +57,7 @@ def test_a_step_inside_the_block_is_refused() -> None:
         scaled.backward()
         with pytest.raises(UsageError, match=r"1024; move optimizer\.step\(\) after the with block"):
             setup.optimizer.step()
-    assert setup.guard.skips.steps == 0
+    assert setup.guard.history.steps == 0
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
 
@@ -76,7 +76,7 @@ def test_dropped_gradients_update_the_scaler_and_skip_no_step(factor: float) -> 
         scaled.backward()
     setup.optimizer.step()
     assert setup.param.tolist() == [0.5, 0.5]
-    assert setup.guard.skips.total == 0
+    assert setup.guard.history.total == 0
     assert setup.scaler.unskipped == (2 if factor == 1.0 else 1)
 
 
@@ -142,7 +142,7 @@ def test_inf_that_a_reduction_brings_after_a_block_skips_the_step(fake_ranks: Ca
     setup.param.grad[0] = math.inf
     setup.optimizer.step()
     assert setup.param.tolist() == [1.0, 1.0]
-    assert setup.guard.skips.total == 1
+    assert setup.guard.history.total == 1
     # The scaler of the last block is to blame.
     assert [scaler.loss_scale for scaler in (setup.scaler, *others)] == [1024.0, 8.0, 8.0]
 
@@ -162,7 +162,7 @@ def test_an_uninstalled_guard_restores_the_step_and_unscales() -> None:
     assert vars(setup.optimizer) == before
     assert setup.grad == [1.0, 1.0]
     setup.optimizer.step()
-    assert (setup.param.tolist(), setup.guard.skips.steps) == ([0.5, 0.5], 0)
+    assert (setup.param.tolist(), setup.guard.history.steps) == ([0.5, 0.5], 0)
 
 
 # -- other optimizers --
@@ -210,7 +210,7 @@ def test_gradients_of_parameters_added_after_a_block_are_unscaled_and_checked(
     if when == "before the next block":
         backward(1.0)
     setup.optimizer.step()
-    assert setup.guard.skips.step.skipped is (factor != 1.0)
+    assert setup.guard.history.step.skipped is (factor != 1.0)
     steps = 0.0 if factor != 1.0 else 2.0 if when == "before the next block" else 1.0
     assert late.tolist() == setup.param.tolist() == [1.0 - 0.5 * steps] * 2
 

@@ -58,7 +58,7 @@ def test_a_later_evaluation_is_repeated_at_a_lower_scale() -> None:
     curve.optimizer.step(closure)
     assert curve.evaluations[:6] == [2.0**10, 2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8]
     assert curve.loss().item() < 1e-3
-    assert curve.guard.skips.total == 0
+    assert curve.guard.history.total == 0
 
 
 @pytest.mark.parametrize("scaler", [StaticLossScaler(64.0), DynamicLossScaler(64.0, min_loss_scale=64.0)])
@@ -70,7 +70,7 @@ def test_a_first_evaluation_that_cannot_be_saved_is_a_skip(scaler: LossScaler) -
     assert curve.param.tolist() == [0.0] * 4
     assert not curve.optimizer.state
     assert curve.evaluations == [64.0]
-    assert (curve.guard.skips.total, curve.guard.skips.step.skipped) == (1, True)
+    assert (curve.guard.history.total, curve.guard.history.step.skipped) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_nan_loss_is_not_tried_again(returned: Callable[[Tensor], Any], evalua
     assert curve.evaluations == [64.0 * 0.5**count for count in range(evaluations)]
     assert curve.scaler.loss_scale == 64.0 * 0.5**evaluations
     assert curve.param.tolist() == [0.0] * 4
-    assert curve.guard.skips.total == 1
+    assert curve.guard.history.total == 1
 
 
 class Sharpness(torch.optim.SGD):
@@ -164,7 +164,7 @@ def test_a_closure_is_evaluated_where_the_optimizer_moved_to(overflows: str) -> 
         assert optimizer.step(closure).item() == 4.0
         assert calls == [2.0] * (1 if overflows == "never" else 3)
         assert (param.item(), scaler.loss_scale) == (-2.0, 64.0 if overflows == "never" else 16.0)
-        assert (guard.skips.total, scaler.unskipped) == (0, 1)
+        assert (guard.history.total, scaler.unskipped) == (0, 1)
 
 
 def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:
@@ -174,4 +174,4 @@ def test_an_overflow_before_a_step_with_a_closure_skips_it() -> None:
     with scale_loss(param.sum() * math.inf, guard, DynamicLossScaler()) as scaled:
         scaled.backward()
     assert optimizer.step(lambda: 1 / 0) is None
-    assert guard.skips.total == 1
+    assert guard.history.total == 1

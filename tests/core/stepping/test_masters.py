@@ -431,7 +431,7 @@ def test_dissolved_masters_leave_fp32_parameters_in_the_optimizer() -> None:
     assert len(held) == 4
     model(torch.ones(2, 4).half()).sum().backward()
     values = [m.detach().clone() for m in masters(optimizer)]
-    held.dissolve()
+    held.undo()
     assert optimizer.param_groups[0]["params"] is params
     assert params == list(model.parameters())
     assert equal([p.detach() for p in params], values)

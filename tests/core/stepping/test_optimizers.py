@@ -16,19 +16,19 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoamp
-from autoamp.core import CastState, DynamicLossScaler, GuardedOptimizers, RequestedGroup, StaticLossScaler, runtime_of
+from autoamp.core import CastState, DynamicLossScaler, Guards, RequestedGroup, StaticLossScaler, runtime_of
 from autoamp.core.optimizers import LossBlock
 from autoamp.errors import UsageError
 
 
-def guarded() -> GuardedOptimizers:
+def guarded() -> Guards:
     casts = CastState(torch.float16, "cpu")
-    casts.open()
-    return GuardedOptimizers(casts, (DynamicLossScaler(1024.0),))
+    casts.enable()
+    return Guards(casts, (DynamicLossScaler(1024.0),))
 
 
 @pytest.fixture
-def optimizers() -> GuardedOptimizers:
+def optimizers() -> Guards:
     return guarded()
 
 
@@ -37,7 +37,7 @@ def sgd(*values: float) -> tuple[Parameter, torch.optim.SGD]:
     return parameter, torch.optim.SGD([parameter], lr=0.5)
 
 
-def backward(optimizers: GuardedOptimizers, parameter: Tensor, optimizer: Any, factor: float = 1.0) -> None:
+def backward(optimizers: Guards, parameter: Tensor, optimizer: Any, factor: float = 1.0) -> None:
     loss = (parameter * factor).sum()
     with LossBlock(optimizers, loss, optimizer, optimizers.loss_scalers.choose(0), delay_unscale=False) as scaled:
         scaled.backward()
@@ -49,7 +49,7 @@ def backward(optimizers: GuardedOptimizers, parameter: Tensor, optimizer: Any, f
 @pytest.mark.parametrize(
     "wrong", [None, 3, {}, "sgd", iter(()), torch.nn.Linear(1, 1), type("Groups", (), {"step": 1})()]
 )
-def test_an_object_that_is_no_optimizer_is_refused_and_gets_no_guard(optimizers: GuardedOptimizers, wrong: Any) -> None:
+def test_an_object_that_is_no_optimizer_is_refused_and_gets_no_guard(optimizers: Guards, wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"Expected an optimizer, got .*, which has no param_groups and step\(\)"):
         optimizers.guard(wrong)
     assert optimizers.guards == []
@@ -72,7 +72,7 @@ class Delegating:
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_a_wrapper_that_hands_its_calls_on_has_the_guard_within(optimizers: GuardedOptimizers, masters: bool) -> None:
+def test_a_wrapper_that_hands_its_calls_on_has_the_guard_within(optimizers: Guards, masters: bool) -> None:
     half = Parameter(torch.ones(2, dtype=torch.float16 if masters else torch.float32))
     model = torch.nn.ParameterList([half])
     if masters:
@@ -103,7 +103,7 @@ class Unscalable(Tensor):
         raise ZeroDivisionError
 
 
-def test_a_block_that_fails_to_begin_is_left(optimizers: GuardedOptimizers) -> None:
+def test_a_block_that_fails_to_begin_is_left(optimizers: Guards) -> None:
     parameter, optimizer = sgd()
     with (
         pytest.raises(ZeroDivisionError),
@@ -223,7 +223,7 @@ def test_the_limit_of_skips_in_a_row_holds_for_an_optimizer_that_scales_its_loss
 
 
 @pytest.fixture
-def agreeing(optimizers: GuardedOptimizers, fake_ranks: Callable[[int], None]) -> GuardedOptimizers:
+def agreeing(optimizers: Guards, fake_ranks: Callable[[int], None]) -> Guards:
     """Guarded optimizers of 2 ranks that agree on each step, of which the other one finds nothing."""
     fake_ranks(2)
     optimizers.sync_over(RequestedGroup.from_arguments(dist.group.WORLD, 1), None)
@@ -232,7 +232,7 @@ def agreeing(optimizers: GuardedOptimizers, fake_ranks: Callable[[int], None]) -
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("overflow", ["in the block", "after it"])
-def test_ranks_agree_on_a_skip(agreeing: GuardedOptimizers, overflow: str, clips: bool) -> None:
+def test_ranks_agree_on_a_skip(agreeing: Guards, overflow: str, clips: bool) -> None:
     parameter, optimizer = sgd()
     for skips in (True, False):
         optimizer.zero_grad()
@@ -275,7 +275,7 @@ def other_rank(monkeypatch: pytest.MonkeyPatch, *vectors: list[float]) -> list[s
     ],
 )  # fmt: skip
 def test_a_rank_that_scaled_no_loss_goes_by_what_another_found(
-    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, theirs: list[float], skipped: bool, scale: float,
+    agreeing: Guards, monkeypatch: pytest.MonkeyPatch, theirs: list[float], skipped: bool, scale: float,
     unskipped: int,
 ) -> None:  # fmt: skip
     other_rank(monkeypatch, theirs)
@@ -290,7 +290,7 @@ def test_a_rank_that_scaled_no_loss_goes_by_what_another_found(
 
 @pytest.mark.parametrize(("norm_type", "theirs", "norm"), [(2.0, 16.0, 5.0), (1.0, 4.0, 7.0), (math.inf, 4.0, 4.0)])
 def test_ranks_clip_by_the_norm_of_all(
-    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, norm_type: float, theirs: float, norm: float
+    agreeing: Guards, monkeypatch: pytest.MonkeyPatch, norm_type: float, theirs: float, norm: float
 ) -> None:
     ops = other_rank(monkeypatch, [theirs, 0.0, 0.0, 0.0, 0.0])
     parameter, optimizer = sgd(1.0)
@@ -302,9 +302,7 @@ def test_ranks_clip_by_the_norm_of_all(
     assert ops == ["max" if norm_type == math.inf else "sum", "sum"]
 
 
-def test_ranks_without_a_loss_scale_exchange_nothing(
-    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_without_a_loss_scale_exchange_nothing(agreeing: Guards, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = other_rank(monkeypatch, [0.0] * 5)
     agreeing.use_scalers([StaticLossScaler(1.0)], [])
     agreeing.loss_scalers.forget_but(agreeing.loss_scalers.latest)
@@ -317,7 +315,7 @@ def test_ranks_without_a_loss_scale_exchange_nothing(
 
 @pytest.mark.parametrize(("their_loss", "evaluations"), [(1.0, 1), (0.0, 33)])
 def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
-    agreeing: GuardedOptimizers, monkeypatch: pytest.MonkeyPatch, their_loss: float, evaluations: int
+    agreeing: Guards, monkeypatch: pytest.MonkeyPatch, their_loss: float, evaluations: int
 ) -> None:
     other_rank(monkeypatch, [0.0] * 5, [0.0, 1.0, their_loss, 1.0, 1.0])
     parameter, optimizer = sgd()
@@ -335,7 +333,7 @@ def test_a_closure_is_not_repeated_where_the_loss_of_another_rank_is_inf(
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: GuardedOptimizers) -> None:
+def test_dropped_gradients_skip_the_next_step_where_ranks_agree(agreeing: Guards) -> None:
     """Another rank may have dropped none."""
     parameter, optimizer = sgd()
     backward(agreeing, parameter, optimizer, float("inf"))
@@ -367,7 +365,7 @@ def test_a_scale_loss_of_a_handle_that_is_not_active_is_refused() -> None:
 # -- beside other things --
 
 
-def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimizers: GuardedOptimizers) -> None:
+def test_gradients_that_were_left_scaled_are_true_once_there_are_masters(optimizers: Guards) -> None:
     parameter = Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     scaler = optimizers.loss_scalers.choose(0)
@@ -408,7 +406,7 @@ def test_step_hooks_of_the_program_are_called(level: str, name: str) -> None:
 def test_the_group_of_an_optimizer_precedes_that_of_all() -> None:
     every, own = (RequestedGroup(name, 1) for name in ("every", "own"))
     first, second = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
-    asked = GuardedOptimizers(CastState(torch.float16, "cpu"), [])
+    asked = Guards(CastState(torch.float16, "cpu"), [])
     assert asked.requested_group(first) is None
     asked.sync_over(own, [first])
     assert (asked.requested_group(first), asked.requested_group(second)) == (own, None)
@@ -484,7 +482,7 @@ def test_gradients_with_a_graph_are_looked_at_without_one() -> None:
     handle.deactivate()
 
 
-def test_a_block_begins_once(optimizers: GuardedOptimizers) -> None:
+def test_a_block_begins_once(optimizers: Guards) -> None:
     parameter, optimizer = sgd()
     block = LossBlock(optimizers, parameter.sum(), optimizer, optimizers.scalers[0], False)
     with block as scaled:
