@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.gradients import is_sharded, local_of
 from autoamp.core.ranks import several_processes
@@ -56,7 +56,8 @@ class MasterLink:
 
     def share(self, grad: Tensor | None) -> None:
         """Note that both have this gradient now. The link holds a weak reference to it."""
-        self.shared = None if grad is None else TensorWeakRef(grad)
+        # What it gives is compared and nothing else, so it need not be a `TensorWeakRef`.
+        self.shared = None if grad is None else weakref.ref(grad)
         # Written out for plain tensors: this runs for each parameter of each step.
         if type(grad) is Tensor and not grad.is_inference():
             self._shared_version: int | None = grad._version

@@ -59,9 +59,6 @@ class MasterWeights:
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, MasterLink]] = {}
-        self._hooks: dict[int, Any] = {}
-        # Half parameters outlive an optimizer that is dropped.
-        weakref.finalize(self, lambda hooks: [hook.remove() for hook in hooks.values()], self._hooks).atexit = False
         self._stashed = _StashedGrads()
         self._replicated: list[_Replicated] = []
         self._asked: tuple[int, int] | None = None
@@ -94,7 +91,6 @@ class MasterWeights:
                         # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
                         parameter.grad_dtype = None
                         self._pairs[id(parameter)] = (parameter, link)
-                        self._hook(parameter, link)
                         params[index] = link.master
                         _move_state(optimizer, parameter, link.master)
 
@@ -132,7 +128,6 @@ class MasterWeights:
             master, grad = link.master, half.grad
             if half.requires_grad is not master.requires_grad:
                 master.requires_grad_(half.requires_grad)
-                self._hook(half, link)
             wide = master.grad
             if grad is wide and (link.shared is None if grad is None else link.shared and link.shared() is grad):
                 # `MasterLink.shares` written out: this is asked of each parameter several times in each step.
@@ -149,16 +144,27 @@ class MasterWeights:
             grad = link.master.grad
             _share(half, link, earlier if grad is None else earlier.add_(grad))
 
-    def _hook(self, half: Tensor, link: MasterLink) -> None:
-        if half.requires_grad and id(half) not in self._hooks:
-            # Outside of blocks this is the last moment at which a gradient of an earlier step is told from a new one.
-            self._hooks[id(half)] = half.register_hook(_before_accumulation(half, link, self._stashed))
+    @without_grad
+    def before_pass(self) -> None:
+        """Get gradients ready for a backward pass that begins now, in a block or outside of all.
+
+        This is the last moment at which a gradient of an earlier step is told from a new one.
+        """
+        for half, link in self._pairs.values():
+            grad = half.grad
+            if grad is None:
+                continue
+            if link.master.grad is not grad and link.shares(grad):
+                # The master's gradient was cleared or replaced: this one is of an earlier step.
+                half.grad = _unless_zeroed(link, grad, link.master.grad)
+            if id(half) in self._stashed.wanted:
+                self._stashed.put(half, link)
 
     @without_grad
     def before_backward(self) -> None:
         """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
-        Called within a block, before its backward pass. Gradients accumulate in fp32. The reducer averages all that it
+        Called as a block begins. Gradients accumulate in fp32. The reducer averages all that it
         finds in ``.grad``, and accepts the parameter's dtype only. So fp32 sums that were averaged already are stashed
         until the pass is over, and those that ``no_sync`` left, which are yet to be averaged, are cast to half.
         """
@@ -270,9 +276,6 @@ class MasterWeights:
             _move_state(optimizer, link.master, half)
             release_master(half)
             self._pairs.pop(id(half))
-            hook = self._hooks.pop(id(half), None)
-            if hook is not None:
-                hook.remove()
         if not self._pairs or only is None:
             for reference in self._attached:
                 attached = reference()
@@ -323,7 +326,7 @@ class _StashedGrads:
     """Gradients that are kept out of ``.grad`` while torch's reducer is at work.
 
     Attributes:
-        wanted: The half parameters whose shared gradient is stashed when the next one arrives, by id. Not before: a
+        wanted: The half parameters whose shared gradient is stashed when the next pass begins, by id. Not before: a
             ``zero_grad()`` in between must still be seen.
     """
 
@@ -344,24 +347,6 @@ class _StashedGrads:
         put, self._put = self._put, []
         self.wanted.clear()
         return put
-
-
-def _before_accumulation(half: Tensor, link: MasterLink, stashed: _StashedGrads) -> Any:
-    """Return a hook for a half parameter, which runs before a gradient is added to what is there."""
-    reference = weakref.ref(half)
-
-    def hook(_: Tensor) -> None:
-        parameter = reference()
-        grad = None if parameter is None else parameter.grad
-        if parameter is None or grad is None:
-            return
-        if link.master.grad is not grad and link.shares(grad):
-            # The master's gradient was cleared or replaced: this one is of an earlier step.
-            parameter.grad = _unless_zeroed(link, grad, link.master.grad)
-        if id(parameter) in stashed.wanted:
-            stashed.put(parameter, link)
-
-    return hook
 
 
 def _share(half: Tensor, link: MasterLink, grad: Tensor | None) -> None:

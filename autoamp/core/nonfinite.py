@@ -168,13 +168,14 @@ class NonFiniteSteps:
     # -- without a loss scale --
 
     def around_backward(self, original: Any) -> Any:
-        """Return a replacement of `torch.autograd.backward` that takes note of losses that nobody scales."""
+        """Return a replacement of `torch.autograd.backward`: it gets masters ready, and notes losses nobody scales."""
         optimizers = self._optimizers
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             # A pass within a pass is a checkpoint's.
             if torch.compiler.is_compiling() or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
+            optimizers.before_pass()
             if optimizers.steps.waiting:
                 optimizers.steps.waiting -= 1
             else:

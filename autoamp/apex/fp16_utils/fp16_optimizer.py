@@ -195,6 +195,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
                 block.watch(loss, scaled, runtime.optimizers.still_scaled)
+            self._masters.before_pass()
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:
