@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -39,12 +40,10 @@ class Diagnostics(Looks):
         half_losses: Looks for losses that make no inf, for more than this handle; None where a recording makes its own.
         recording: What `BaseHandle.record` began last; None before.
         call_counts: What `BaseHandle.count` began last; None before.
-        followers: Functions that are called after steps of guarded optimizers.
     """
 
     observation: Observation
     overflows: OverflowTrace
-    followers: Followers
     _optimizers: Guards
     _buffer_losses: list[dict[str, Any]]
 
@@ -59,8 +58,6 @@ class Diagnostics(Looks):
         if hasattr(self, "overflows"):
             listeners.remove(self.overflows.recorder)
             listeners.remove(self.overflows)
-        else:
-            self.followers = Followers(listeners)
         self.observation = Observation(runtime.casts, listeners, runtime.patched.patch_anew)
         self.overflows = OverflowTrace(
             runtime.optimizers, self.observation, settings.rules_in_force.rules, always=settings.trace_overflow
@@ -77,6 +74,11 @@ class Diagnostics(Looks):
     def end(self) -> None:
         """End all observers: torch was restored for good."""
         self.observation.end()
+
+    @functools.cached_property
+    def followers(self) -> Followers:
+        """Functions that are called after steps of guarded optimizers."""
+        return Followers(self._optimizers.listeners)
 
     def new_recording(self, *, sample: bool) -> ReportRecording:
         """Return a recording that has not begun; see `BaseHandle.record`."""
