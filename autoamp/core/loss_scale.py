@@ -717,6 +717,11 @@ class LossScalers:
         scalers = self.latest if count == len(self.latest) else self.all
         names = [f"loss_scaler{i}" for i in range(len(scalers))]
         missing = [name for name in names if name not in state]
+        if count == 0:
+            raise CheckpointError(
+                f"expected the result of state_dict(), with the keys {', '.join(names)}, skipped_steps; got "
+                f"{len(state)} keys, the first {list(state)[:3]}; nothing was loaded"
+            )
         for key in missing or sorted(str(key) for key in state if key not in {*names, "skipped_steps"}):
             raise CheckpointError(
                 f"key {key!r} is {'missing' if missing else 'unknown'}; this run has the loss scalers "

@@ -145,8 +145,11 @@ class Observation(Listener):
         self.on_model: Callable[[], object] | None = None
         self._listeners = listeners
         self._patch_anew = patch_anew
-        self._paths = ModulePaths()
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _paths(self) -> ModulePaths:
+        return ModulePaths()
 
     def observe(self, observer: Observer) -> Watch:
         """Report calls to an observer until the returned object ends it; see `autoamp.Handle.observe`."""

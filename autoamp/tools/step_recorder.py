@@ -144,7 +144,8 @@ class StepRecorder(Listener):
         # Of the optimizers whose steps were heard of.
         self._histories: weakref.WeakSet[StepHistory] = weakref.WeakSet()
         self._no_list_acts = no_list_acts
-        self._places = CallPlaces(no_list_acts)
+        # Made when the first step is recorded.
+        self._places: CallPlaces | None = None
         self._inside = _Inside()
         self._graphs = compiled_graphs()
         if always:
@@ -192,7 +193,8 @@ class StepRecorder(Listener):
             self.step.recording.stop(why)
             if self._inside.recording is self.step.recording:
                 self._inside.recording = None
-        self._places.stop()
+        if self._places is not None:
+            self._places.stop()
 
     def forget(self) -> None:
         """Drop the tape of the step at hand, and what it holds. The step may still run, as one with a closure."""
@@ -220,7 +222,7 @@ class StepRecorder(Listener):
             outer.pause()
         before = self.step, self.paused, self._places
         self.step, self.paused = RecordedStep(is_recorded=True, is_asked=True), False
-        self._places = CallPlaces(self._no_list_acts)
+        self._places = None
         self._listeners.add(self)
         self._record(limit=math.inf, undoes=True)
         try:
@@ -234,9 +236,10 @@ class StepRecorder(Listener):
 
     def _record(self, **options: Any) -> None:
         self._leave()
-        self._places.start()
-        self._inside.recording = self.step.recording = UnnoticedRecording(self._places.here, self._places, **options)
-        self._places.kept_half = self.step.recording.keep_half
+        places = self._places = self._places or CallPlaces(self._no_list_acts)
+        places.start()
+        self._inside.recording = self.step.recording = UnnoticedRecording(places.here, places, **options)
+        places.kept_half = self.step.recording.keep_half
         self.step.recording.resume()
 
     @contextlib.contextmanager

@@ -38,7 +38,9 @@ GOOD: dict[str, Any] = {"loss_scale": 512.0, "unskipped": 3}
     [
         (None, "the state is None; pass what state_dict"),
         ([1], "the state is a list; pass what state_dict"),
-        ({}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0"),
+        ({}, r"with the keys loss_scaler0, skipped_steps; got 0 keys, the first \[\]"),
+        ({"state": {}, "param_groups": []}, r"expected the result of state_dict.*got 2 keys, the first .'state', 'par"),
+        ({"loss_scaler1": GOOD}, "key 'loss_scaler0' is missing; this run has the loss scalers loss_scaler0"),
         ({"loss_scaler0": GOOD, "other": 1}, "key 'other' is unknown"),
         ({"loss_scaler0": GOOD, 3: 4}, "key '3' is unknown"),
         ({"loss_scaler0": GOOD, "skipped_steps": -1}, "key 'skipped_steps': -1 is not a whole number of 0 or more"),
