@@ -160,7 +160,8 @@ class ActiveHandles:
         self._handle, run = handle, runtime_of(handle)
         run.casts.explain = lambda error: add_dtype_note(error, run)
         self.registry.use(run.casts)
-        run.activate(self.registry.targets())
+        run.patched.patch(run.settings, self.registry.targets())
+        run.ended = False
         for listener in activated.copy():
             listener(handle)
 

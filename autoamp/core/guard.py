@@ -146,11 +146,6 @@ class GradChecks:
         # Who agrees on steps, with the meshes and the request that it was found for.
         self._known: tuple[list[Any], RequestedGroup | None, SyncGroup | None] | None = None
 
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, None once it is gone."""
-        return self._optimizer()
-
     def params(self) -> Sequence[Tensor]:
         """Return the tensors whose gradients are scaled and unscaled: all that the optimizer steps."""
         return stepped_params(self._optimizer())
@@ -177,7 +172,7 @@ class GradChecks:
     @property
     def requested_group(self) -> RequestedGroup | None:
         """The process group over which the program wants steps to be agreed on, if it asked for one."""
-        return self.asked or self._owner().requested_group(self.optimizer)
+        return self.asked or self._owner().requested_group(self._optimizer())
 
     @property
     def group(self) -> SyncGroup | None:
@@ -425,7 +420,7 @@ def _place_of(scaler: LossScaler, scalers: Sequence[LossScaler]) -> int:
 
 
 class StepGuard:
-    """Stands in front of one optimizer's ``step`` from `install` to `uninstall`.
+    """Stands in front of one optimizer's ``step`` until `uninstall`.
 
     The optimizer is anything with ``param_groups`` and ``step``. It refers to the guard, and the guard refers to it
     weakly. A deep copy of the optimizer, or an unpickled one, is not guarded.
@@ -453,7 +448,7 @@ class StepGuard:
     def __init__(
         self, optimizer: Any, owner: Callable[[], GuardHost[StepGuard]], *, masters: MasterWeights | None = None
     ) -> None:
-        self._attached: weakref.ref[AttachedMethod] | None = None
+        self._optimizer = weakref.ref(optimizer)
         self.owner = owner
         self.name, self.masters = type(optimizer).__name__, masters
         self.history = StepHistory(self.name, owner)
@@ -461,27 +456,20 @@ class StepGuard:
         self.in_block = self.stepping = False
         self.repeats_closure = True
         self.scaled = self.backward_seen = self.compared_settings = False
+        # The optimizer refers to the attached step, and that to the guard: no cycle, and all go with the optimizer.
+        self._attached = weakref.ref(AttachedMethod(optimizer, "step", self.step))
 
     @property
     def optimizer(self) -> Any:
         """The optimizer, None once it is gone."""
-        return self.grads.optimizer
-
-    def install(self) -> None:
-        """Put the guard in front of ``optimizer.step``.
-
-        Raises:
-            UsageError: This is no optimizer, or its step cannot be replaced.
-        """
-        # The optimizer refers to the attached step, and that to the guard: no cycle, and all go with the optimizer.
-        self._attached = weakref.ref(AttachedMethod(self.optimizer, "step", self.step))
+        return self._optimizer()
 
     def uninstall(self) -> None:
         """Put back the step that was there; under a wrapper that somebody layered above, let all calls pass.
 
         Pending checks are dropped; gradients that ``delay_unscale`` left scaled get their true values.
         """
-        attached = None if self._attached is None else self._attached()
+        attached = self._attached()
         if attached is not None and self.optimizer is not None:
             self.grads.finish_delayed()
             self.grads.checks = []

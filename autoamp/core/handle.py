@@ -30,7 +30,6 @@ from autoamp.core.ranks import RequestedGroup
 from autoamp.core.rules import CastRule, CastTable
 from autoamp.core.scope import AutocastRegions, ModuleCalls, ScopedCasts
 from autoamp.core.settings import ModulePrecisions, Override, Settings
-from autoamp.core.targets import Target
 from autoamp.errors import UsageError, kind_of
 from autoamp.kernels import Backend, backend
 
@@ -107,11 +106,6 @@ class Runtime:
         if not self.patched.in_place:
             raise UsageError("this handle is not active; call autoamp.init() and use the handle that it returns")
         return self
-
-    def activate(self, registered: tuple[Target, ...] = ()) -> None:
-        """Put the patches in place. If one fails torch is left as it was. `ActiveHandles` calls this."""
-        self.patched.patch(self.settings, registered)
-        self.ended = False
 
     def suspend(self) -> tuple[str, ...]:
         """Restore torch and keep the rest, so that ``activate`` can go on where this handle stopped."""

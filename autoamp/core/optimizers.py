@@ -100,14 +100,12 @@ class Guards(GuardHost[StepGuard]):
         return guard
 
     def _put_guard(self, optimizer: Any, masters: MasterWeights | None) -> StepGuard:
-        guard = StepGuard(optimizer, lambda: self, masters=masters)
         if id(optimizer) in self.running:
             raise UsageError(
-                f"The first scale_loss of {guard.name} came while its step() runs; pass what evaluates the loss as "
-                "optimizer.step(closure), or call scale_loss before step()"
+                f"The first scale_loss of {type(optimizer).__name__} came while its step() runs; pass what evaluates "
+                "the loss as optimizer.step(closure), or call scale_loss before step()"
             )
-        guard.install()
-        self._guards[optimizer] = guard
+        guard = self._guards[optimizer] = StepGuard(optimizer, lambda: self, masters=masters)
         return guard
 
     @property

@@ -98,7 +98,6 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
         self._guard = StepGuard(init_optimizer, _owner, masters=self._masters)
         self.loss_scaler = scaler
-        self._guard.install()
         if runtime is not None:
             runtime.casts.yield_to("FP16_Optimizer", {half.dtype for half, _ in self._masters.pairs})
             runtime.optimizers.steps.add_own(scaler)

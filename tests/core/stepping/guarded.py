@@ -28,9 +28,7 @@ class Owner(GuardHost[StepGuard]):
 def guard_of(optimizer: Any, *, masters: Any = None, max_consecutive_skips: int = 50) -> StepGuard:
     owner = Owner()
     owner.max_consecutive_skips = max_consecutive_skips
-    guard = StepGuard(optimizer, lambda: owner, masters=masters)
-    guard.install()
-    return guard
+    return StepGuard(optimizer, lambda: owner, masters=masters)
 
 
 @contextlib.contextmanager
