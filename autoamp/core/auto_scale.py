@@ -302,20 +302,11 @@ class OptimizerSteps:
     def __init__(self, optimizers: Guards, auto_scaling: AutoScale) -> None:
         self._auto_scaling = auto_scaling
         self._optimizers = optimizers
-        self._active = False
         self._warned_of_clipping = False
-
-    def started(self) -> None:
-        """Stand around steps."""
-        self._active = True
-
-    def stopped(self) -> None:
-        """Let all steps go as without a handle, also by replacements that somebody has kept."""
-        self._active = False
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some."""
-        if self._active:
+        if self._optimizers.sites.active:
             self._optimizers.optimizer_made(optimizer)
 
     def around_step(self, step: Any) -> Any:
@@ -324,7 +315,8 @@ class OptimizerSteps:
 
         @functools.wraps(step)
         def guarded_step(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._active or compiling() or id(self_) in self._optimizers.running:
+            # Somebody may have kept this replacement.
+            if not self._optimizers.sites.active or compiling() or id(self_) in self._optimizers.running:
                 return step(self_, *args, **kwargs)
             return self._step(step, self_, args, kwargs)
 
@@ -338,7 +330,7 @@ class OptimizerSteps:
 
         @functools.wraps(make)
         def make_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._active:
+            if not self._optimizers.sites.active:
                 return make(optimizer, *args, **kwargs)
             guard, running = guard_before(optimizer), self._optimizers.running
             if guard is not None and guard.masters is not None:

@@ -93,6 +93,7 @@ class Runtime:
             self.auto_scaling,
             self.nonfinite,
         )
+        self.optimizers.undoes_steps = settings.on_nonfinite != "warn"
         self.optimizers.steps.refuses, self.optimizers.steps.after = self.nonfinite.refuses_step, calls.step_ended
         self.looks.begin(self)
 

@@ -67,15 +67,6 @@ class NonFiniteSteps:
         self._flag: Tensor | None = None
         self._histories: weakref.WeakKeyDictionary[Any, StepHistory] = weakref.WeakKeyDictionary()
 
-    def started(self) -> None:
-        """Look at each step from now on."""
-        self._optimizers.undoes_steps = self._action != "warn"
-
-    def stopped(self) -> None:
-        """Wait for the flags that were not read."""
-        self._optimizers.undoes_steps = False
-        self.catch_up()
-
     def catch_up(self) -> None:
         """Learn what became of the last steps where only the device knows it; waits for the device."""
         self._unread.catch_up()

@@ -265,10 +265,12 @@ class PatchSites:
 
     Attributes:
         parts: The parts that are told; None for none. Not to be set while torch is patched.
+        active: Whether the handle is active.
     """
 
     def __init__(self) -> None:
         self.parts: Parts | None = None
+        self.active = False
         # What `patch` was given, None where torch is not patched; and the patches of the sites that `update` patched.
         self._patches: PatchSet | None = None
         self._later = PatchSet()
@@ -322,16 +324,16 @@ class PatchSites:
             self._later.restore()
 
     def started(self) -> None:
-        """Tell the parts that torch was patched: the handle is active."""
+        """Torch was patched: the handle is active."""
+        self.active = True
         if self.parts is not None:
-            for part in (self.parts.steps, self.parts.auto_scaling, self.parts.nonfinite):
-                part.started()
+            self.parts.auto_scaling.started()
 
     def stopped(self) -> None:
-        """Tell the parts that torch is about to be restored, for a while or for good."""
+        """Torch is about to be restored, for a while or for good. Waits for the flags that were not read."""
+        self.active = False
         if self.parts is not None:
-            for part in (self.parts.steps, self.parts.nonfinite):
-                part.stopped()
+            self.parts.nonfinite.catch_up()
 
     def _sites(self) -> Iterator[Place]:
         """Yield the sites that this torch has and at which a part listens; `torch_private` says what goes without.

@@ -119,9 +119,10 @@ def test_parts_share_one_patch_the_first_is_outermost_and_told_first(patches: Pa
     assert torch.autograd.backward is original
 
 
-def test_parts_are_told_when_torch_was_patched(patches: PatchSet) -> None:
-    patched(patches, auto_scaling=Backward("one"), nonfinite=Backward("two")).started()
-    assert HEARD == ["one started", "two started"]
+def test_auto_scaling_is_told_when_torch_was_patched(patches: PatchSet) -> None:
+    sites = patched(patches, auto_scaling=Backward("one"), nonfinite=Backward("two"))
+    sites.started()
+    assert (HEARD, sites.active) == (["one started"], True)
 
 
 def test_a_part_may_begin_to_listen(patches: PatchSet) -> None:
