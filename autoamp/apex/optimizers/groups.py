@@ -73,8 +73,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._step_lists(self._tensors(group, *self._rule.states), **self._numbers(group))
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords that the rule takes for a group, and count its step, where steps are counted."""
-        raise NotImplementedError
+        """Count a step of a group, and return what a rule takes that averages gradients; subclasses add to it."""
+        group["step"] = group.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": group["step"],
+            "weight_decay": group["weight_decay"], "bias_correction": bool(group["bias_correction"]),
+        }  # fmt: skip
 
     def _step_lists(self, lists: Sequence[list[Tensor]], **numbers: Any) -> None:
         """Step parameters, given their gradients and states: by the kernel, torch's fused operator or the formula."""
