@@ -82,17 +82,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         }  # fmt: skip
 
     def _step_lists(self, lists: Sequence[list[Tensor]], **numbers: Any) -> None:
-        """Step parameters, given their gradients and states: by the kernel, torch's fused operator or the formula."""
+        """Step parameters, given their gradients and states: by the kernel or the formula."""
         masters = self._masters if self._has_masters else None
         for part in _in_parts(*self._rule.step_by_kernel(lists, masters, **numbers)):
             self._step_part(*part, **numbers)
 
     def _step_part(self, params: list[Tensor], grads: list[Tensor], *states: list[Tensor], **numbers: Any) -> None:
         """Step some parameters without the kernel. The fp32 copies of half ones are freed when it returns."""
-        values, wide_grads = self._values(params), widened(grads)
-        fused = self._rule.fused
-        if fused is None or not fused(values, wide_grads, *states, **numbers):
-            self._rule.formula(values, wide_grads, *states, **numbers)
+        values = self._values(params)
+        self._rule.formula(values, widened(grads), *states, **numbers)
         write_back(params, values)
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
