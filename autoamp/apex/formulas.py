@@ -1,8 +1,8 @@
 """How each optimizer steps: its rule, and the formulas on lists of fp32 or fp64 tensors.
 
 Names that end in ``_`` write in place. A `Rule` says what computes a step: a compiled kernel, or the formula. A formula
-calls torch's fused operator where that computes the same, else torch's multi-tensor functions. `autoamp.optimizers` and
-the functions of `amp_C` step by rules.
+calls torch's fused operator where that computes the same, else torch's multi-tensor functions. `autoamp.optimizers`
+step by rules, the functions of `amp_C` by formulas.
 
 Each function names its source:
 
