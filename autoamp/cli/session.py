@@ -150,7 +150,10 @@ def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
         return _asked(device_type)
     # A process that has initialized CUDA has fixed the visible GPUs, and cannot use them in its forks.
     with multiprocessing.get_context("fork").Pool(1) as apart:
-        return apart.apply(_asked, (device_type,))
+        found = apart.apply(_asked, (device_type,))
+    # `Report.only_waited` tells by this module whether the program has started processes.
+    sys.modules.pop("multiprocessing.popen_fork", None)
+    return found
 
 
 def _asked(device_type: str | None) -> tuple[str, torch.dtype]:
