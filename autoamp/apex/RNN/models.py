@@ -74,7 +74,7 @@ class RNNCell(Module):
         self.init_hidden(input.shape[1])
         assert self.hidden is not None
         # The model may have been cast since the last call.
-        hidden = tuple(state.to(self.w_hh.dtype) for state in self.hidden)
+        hidden = (self.hidden[0].to(self.w_hh.dtype), *self.hidden[1:])
         steps, states = input.unbind(), []
         for step in reversed(steps) if reverse else steps:
             hidden = self.advance(step, hidden)
@@ -138,7 +138,17 @@ class LSTMCell(RNNCell):
 
     def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        return torch.lstm_cell(input, hidden, *self.weights())
+        return self.gated(input, hidden[0], hidden[1])
+
+    def gated(self, input: Tensor, output: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next output, in the dtype of the gates, and the next cell state, in the wider one of the two.
+
+        `torch.lstm_cell` would round the cell state to half precision under casts.
+        """
+        gates = F.linear(input, self.w_ih, self.b_ih) + F.linear(output, self.w_hh, self.b_hh)
+        enter, forget, new, leave = gates.chunk(4, -1)
+        following = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+        return (torch.sigmoid(leave) * torch.tanh(following)).to(gates.dtype), following
 
 
 class mLSTMCell(LSTMCell):
@@ -157,7 +167,7 @@ class mLSTMCell(LSTMCell):
     def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
         product = F.linear(input, self.w_mih) * F.linear(hidden[0], self.w_mhh)
-        return super().advance(input, (product, hidden[1]))
+        return self.gated(input, product, hidden[1])
 
 
 class _Network(Module):
