@@ -24,7 +24,6 @@ MOVED: dict[str, str] = {
     "compat.amp.unscaling": "apex.amp.scaler",
     "compat.apex": "apex",
     "compat.early": "apex.fp16_utils",
-    "compat.early.checkpoints": "apex.fp16_utils.early_checkpoints",
     "compat.early.optimizers": "apex.fp16_utils.fp16_optimizer apex.contrib.optimizers.fused_adam",
     "compat.early.scalers": "apex.fp16_utils.loss_scaler",
     "compat.layers": "apex.contrib",

@@ -1,7 +1,8 @@
 """How each optimizer steps: its rule, and the formulas on lists of fp32 or fp64 tensors.
 
-Names that end in ``_`` write in place. A `Rule` says what computes a step: a compiled kernel, torch's fused operator,
-or the formula by torch's multi-tensor functions. `autoamp.optimizers` and the functions of `amp_C` step by rules.
+Names that end in ``_`` write in place. A `Rule` says what computes a step: a compiled kernel, or the formula. A formula
+calls torch's fused operator where that computes the same, else torch's multi-tensor functions. `autoamp.optimizers`
+step by rules, the functions of `amp_C` by formulas.
 
 Each function names its source:
 
@@ -33,16 +34,14 @@ class Rule:
     """How an optimizer steps. All that computes a step takes parameters, gradients, the states and the same keywords.
 
     Attributes:
-        formula: Computes it for fp32 or fp64 tensors, by torch's multi-tensor functions.
+        formula: Computes it for fp32 or fp64 tensors, by torch's functions.
         states: The names of a parameter's states, as checkpoints have them.
         kernel: The name of the compiled kernel, for tensors of any floating dtype but fp64; None for none.
-        fused: Steps by torch's fused operator, or returns False where that does not compute the same.
     """
 
     formula: Callable[..., None]
     states: tuple[str, ...]
     kernel: str | None = None
-    fused: Callable[..., bool] | None = None
 
     def step_by_kernel(
         self, lists: Sequence[list[Tensor]], masters: Callable[[list[Tensor]], list[Tensor]] | None = None,
@@ -104,6 +103,15 @@ def _adam_(
     eps_inside_sqrt: bool = False,
 ) -> None:  # fmt: skip
     """Step by Adam (algorithm 1), or with ``decoupled`` by AdamW (algorithm 2)."""
+    if bias_correction and not eps_inside_sqrt and _fused_kernel_takes(values, grads, firsts, seconds):
+        # One pass over memory in place of a dozen.
+        count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
+        fused = torch_private.fused_adamw_ if decoupled else torch_private.fused_adam_
+        fused(
+            values, grads, firsts, seconds, [], [count] * len(values), lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+            weight_decay=weight_decay, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return
     if weight_decay and not decoupled:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     average_(grads, firsts, seconds, beta1, 1.0 - beta1, beta2)
@@ -112,20 +120,6 @@ def _adam_(
     if weight_decay and decoupled:
         torch._foreach_add_(updates, values, alpha=weight_decay)
     torch._foreach_add_(values, updates, alpha=-lr)
-
-
-def _fused_adam_(
-    values: list[Tensor], grads: list[Tensor], firsts: list[Tensor], seconds: list[Tensor], *, step: int,
-    decoupled: bool, bias_correction: bool, eps_inside_sqrt: bool = False, **numbers: float,
-) -> bool:  # fmt: skip
-    """Step by torch's fused Adam, or with ``decoupled`` AdamW: one pass over memory in place of a dozen."""
-    computes_the_same = bias_correction and not eps_inside_sqrt
-    if not computes_the_same or not _fused_kernel_takes(values, grads, firsts, seconds):
-        return False
-    count = torch.full((), float(step), dtype=torch.float32, device=values[0].device)
-    fused = torch_private.fused_adamw_ if decoupled else torch_private.fused_adam_
-    fused(values, grads, firsts, seconds, [], [count] * len(values), amsgrad=False, maximize=False, **numbers)
-    return True
 
 
 def _sgd_(
@@ -139,6 +133,14 @@ def _sgd_(
     """
     if inv_scale != 1.0:
         grads = list(torch._foreach_mul(grads, inv_scale))
+    differs = first or (decay_after_momentum and weight_decay)
+    lists = (values, grads) if velocities is None else (values, grads, velocities)
+    if not differs and _fused_kernel_takes(*lists):
+        torch_private.fused_sgd_(
+            values, grads, velocities or [], lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay,
+            nesterov=nesterov, maximize=False, is_first_step=False,
+        )  # fmt: skip
+        return
     if weight_decay and not decay_after_momentum:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     updates = grads
@@ -152,19 +154,6 @@ def _sgd_(
     if weight_decay and decay_after_momentum:
         updates = list(torch._foreach_add(updates, values, alpha=weight_decay))
     torch._foreach_add_(values, updates, alpha=-lr)
-
-
-def _fused_sgd_(
-    values: list[Tensor], grads: list[Tensor], velocities: list[Tensor] | None = None, *, decay_after_momentum: bool,
-    first: bool = False, **numbers: Any,
-) -> bool:  # fmt: skip
-    """Step by torch's fused SGD, as `_fused_adam_` does by Adam."""
-    after = decay_after_momentum and numbers["weight_decay"]
-    lists = (values, grads) if velocities is None else (values, grads, velocities)
-    if first or after or not _fused_kernel_takes(*lists):
-        return False
-    torch_private.fused_sgd_(values, grads, velocities or [], maximize=False, is_first_step=False, **numbers)
-    return True
 
 
 def clipped(grads: list[Tensor], global_norm: Tensor, max_norm: float) -> list[Tensor]:
@@ -335,9 +324,9 @@ def write_back(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         torch._foreach_copy_([param for param, _ in pairs], [value for _, value in pairs])
 
 
-ADAM = Rule(_adam_, ("exp_avg", "exp_avg_sq"), "adam_", _fused_adam_)
+ADAM = Rule(_adam_, ("exp_avg", "exp_avg_sq"), "adam_")
 ADAM_ON_DEVICE = Rule(adam_on_device_, ("exp_avg", "exp_avg_sq"), "adam_")
-SGD = Rule(_sgd_, ("momentum_buffer",), "sgd_", _fused_sgd_)
+SGD = Rule(_sgd_, ("momentum_buffer",), "sgd_")
 LAMB = Rule(_lamb_, ("exp_avg", "exp_avg_sq"), "lamb_")
 ADAGRAD = Rule(_adagrad_, ("sum",))
 # The fourth list is that of the averaged norms, which are blended before the step.

@@ -20,7 +20,7 @@ class Report(SimpleNamespace):
 
     @property
     def only_waited(self) -> bool:
-        """Whether it is idle and has started processes, each of which tells what it did itself."""
+        """Whether it is idle and has started processes, whose casts and steps are not counted."""
         # Python imports one of these modules when it starts the first process.
         return self.is_idle and any(name.startswith("multiprocessing.popen_") for name in sys.modules)
 
@@ -39,12 +39,14 @@ class Report(SimpleNamespace):
     def _parts(self) -> Iterator[str]:
         """Yield the parts of the first line."""
         if self.dtype is None:
-            no_call = self.opt_level in ("O2", "O3") and self.exit_code == 0
+            no_call = self.opt_level in ("O2", "O3") and self.exit_code == 0 and not self.only_waited
             why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
             yield f"no casts ({self.opt_level}){why if no_call else ''}"
         else:
             yield from self._casts()
             yield from self._scaling()
+        if self.only_waited:
+            yield "the processes that it started are not counted"
         if self.peak_rss is not None:
             freed = "" if self.memory is None else f", freed memory {self.memory}"
             yield f"peak RSS {self.peak_rss / 2**20:,.0f} MiB{freed}"

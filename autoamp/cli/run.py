@@ -122,8 +122,6 @@ class _RunEnd:
         self._process = os.getpid()
         self._exit_code = 0
         self._document: dict[str, Any] = {}
-        if not run.options.quiet:
-            run.tell_in_forks()
         # This runs after the program's own exit functions, and after multiprocessing has joined its children.
         multiprocessing.util.Finalize(None, self.tell, exitpriority=-100)
         # A program that handles the signal itself replaces this handler.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing.util
+import multiprocessing
 import os
 import sys
 import time
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
 
 from autoamp import core, tools
 from autoamp.apex import fastai1
@@ -22,7 +21,6 @@ from autoamp.apex.alias import added_to_real_apex, explain_real_apex, install_as
 from autoamp.apex.levels import LevelName, check_level
 from autoamp.cli.first_step import FirstStep
 from autoamp.cli.memory import keep_freed_memory, peak_rss
-from autoamp.cli.output import say
 from autoamp.cli.report import Report
 from autoamp.core import (
     AUTOCAST,
@@ -58,7 +56,7 @@ class Options:
         capsule: As for `autoamp.init`.
         keep_memory: Whether freed memory is kept where the run computes on a CPU.
         on_nonfinite: As for `autoamp.init`.
-        quiet: Whether neither this process nor its children write a summary.
+        quiet: Whether there is no summary.
     """
 
     dtype: str | None = None
@@ -152,7 +150,10 @@ def _defaults(device_type: str | None) -> tuple[str | None, torch.dtype | None]:
         return _asked(device_type)
     # A process that has initialized CUDA has fixed the visible GPUs, and cannot use them in its forks.
     with multiprocessing.get_context("fork").Pool(1) as apart:
-        return apart.apply(_asked, (device_type,))
+        found = apart.apply(_asked, (device_type,))
+    # `Report.only_waited` tells by this module whether the program has started processes.
+    sys.modules.pop("multiprocessing.popen_fork", None)
+    return found
 
 
 def _asked(device_type: str | None) -> tuple[str, torch.dtype]:
@@ -181,8 +182,6 @@ class Run:
         self._casts: list[CastState] = []
         # Listeners that end with the report.
         self._listening = contextlib.ExitStack()
-        # Steps, skips and steps with inf or nan that are not this process's: those of the parent before it forked.
-        self._inherited = (0, 0, 0)
         self._parameters: dict[str, int] | None = None
         # Whether those models are trained by fp32 masters. At the end of the program they may be gone.
         self._masters = False
@@ -252,45 +251,6 @@ class Run:
                 f"--capsule {folder} has no effect from here on: expected init(capsule={folder!r}), got a handle that "
                 "the program made without a folder for capsules. Pass capsule= there, or leave the call to autoamp run"
             )
-
-    def tell_in_forks(self) -> None:
-        """Let each fork of this process, and each fork of these, write a summary of its own when it ends."""
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
-        # Where the work of a fork begins, multiprocessing drops all finalizers and then calls this.
-        multiprocessing.util.register_after_fork(self, Run.tell_at_end)
-
-    def tell_at_end(self) -> None:
-        """Let this child write a summary when it ends as Python or multiprocessing does, if it cast or stepped."""
-        # Other finalizers of multiprocessing, which stop queues and managers, have priorities from -5 to 10.
-        multiprocessing.util.Finalize(None, self._tell, exitpriority=100)
-
-    def _tell(self) -> None:
-        # A program starts new workers of a data loader for each pass through its data.
-        if get_worker_info() is not None:
-            return
-        report = self.report([], 0)
-        if not report.is_idle:
-            for line in report.summary():
-                say(f"process {os.getpid()}: {line}")
-
-    def _forked(self) -> None:
-        """Begin anew in a fork, since its parent has what was counted before."""
-        for counts in self._counts:
-            counts.reset()
-        for casts in self._casts:
-            casts.counts.reset()
-        self._half_losses.reset()
-        now = runtime_of(self._now)
-        now.casts.own_dtypes.clear()
-        now.models.buffer_losses.clear()
-        diagnostics_of(self._now).overflows.all.clear()
-        done = now.optimizers.steps
-        # A fork has no GPU to ask.
-        with contextlib.suppress(RuntimeError):
-            self._inherited = done.all, done.skipped, now.nonfinite.total
-        self._began = time.perf_counter()
-        self.tell_at_end()
 
     def report(self, program: list[str], exit_code: int) -> Report:
         """Return the report of this process up to now. Its attributes are the values of ``--report``."""
@@ -379,16 +339,16 @@ class Run:
         They are of the program's `FP16_Optimizer` or `GradScaler` where it has one. ``nonfinite`` is in how many steps
         that no loss scale guards the gradients held inf or nan.
         """
-        counts, yielded_to, before = now.optimizers.steps, self._scaling.yielded_to, self._inherited
+        counts, yielded_to = now.optimizers.steps, self._scaling.yielded_to
         by_program = bool(counts.own) or counts.own_scale is not None
         ours = yielded_to is None and (counts.guarded > 0 or self._now is not self.handle)
         if by_program:
             yielded_to = "FP16_Optimizer" if counts.own else "torch.amp.GradScaler"
         return {
             "loss_scale": counts.loss_scale(self._now.loss_scale) if by_program or ours else None,
-            "steps": counts.all - before[0],
-            "skipped": counts.skipped - before[1],
-            "nonfinite": now.nonfinite.total - before[2],
+            "steps": counts.all,
+            "skipped": counts.skipped,
+            "nonfinite": now.nonfinite.total,
             "scaling_left_to": yielded_to,
             "unused_scaler": self._scaling.has_unused_scaler and counts.own_scale is None,
         }

@@ -35,7 +35,4 @@ def set_up() -> None:
 
 def set_up_child(options: Mapping[str, Any]) -> None:
     """Set up a process that a program under `autoamp run` started, as the program's own was."""
-    run = session.set_up(session.Options(**options))
-    if not run.options.quiet:
-        run.tell_at_end()
-        run.tell_in_forks()
+    session.set_up(session.Options(**options))

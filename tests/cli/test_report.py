@@ -91,3 +91,4 @@ def test_rules_without_effect_are_told_but_by_a_process_that_only_waits(
     lines = Report(**{**REPORT, **idle}).summary()
     assert ("no effect: 'encoder.*' matches none" in lines) is not has_children
     assert ("no optimizer was seen" in lines[0]) is not has_children
+    assert ("the processes that it started are not counted" in lines[0]) is has_children

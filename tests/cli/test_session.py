@@ -51,6 +51,8 @@ def test_the_device_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch)
     run = set_up(Options(device_type="cuda"))
     assert run.handle.settings.dtype is torch.bfloat16
     assert not asked_here
+    # That process is none of the program's.
+    assert not run.report([], 0).only_waited
 
 
 @pytest.mark.parametrize("asked", [True, False])

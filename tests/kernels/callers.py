@@ -1,4 +1,4 @@
-"""A program: an optimizer or a function of `amp_C` by the kernels for GPUs, beside the same by torch's functions.
+"""A program: an optimizer by the kernels for GPUs, beside the same by torch's functions.
 
 Its argument is the name of a case. It runs with the emulated library and ``EMULATED_CUDA=1``.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.apex.amp_C import optimizers as amp_c
 from autoamp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.kernels.without import WithoutKernels
 
@@ -83,15 +82,6 @@ def stepped_masters() -> list[Tensor]:
     return masters
 
 
-def called(step: Callable[..., None], states: int, halves: bool, flag: int) -> list[Tensor]:
-    lists = [tensors(0, HALF), tensors(1), *(tensors(2 + state) for state in range(states))]
-    lists += [tensors(9, HALF)] if halves else []
-    step(torch.tensor([flag], dtype=torch.int32), lists)
-    if flag:
-        assert all(map(torch.equal, lists[0] + lists[1], tensors(0, HALF) + tensors(1)))
-    return [one for some in lists for one in some]
-
-
 OPTIMIZERS: dict[str, tuple[str, Callable[[list[Any]], Any]]] = {
     "FusedAdam": ("adam_", lambda params: FusedAdam(params, weight_decay=0.1)),
     "FusedAdam, Adam and capturable": ("adam_", lambda params: FusedAdam(params, adam_w_mode=False, capturable=True)),
@@ -99,22 +89,10 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[list[Any]], Any]]] = {
     "FusedSGD, late decay": ("sgd_", lambda params: FusedSGD(params, lr=0.1, weight_decay=0.1, wd_after_momentum=True)),
     "FusedLAMB": ("lamb_", FusedLAMB),
 }
-FUNCTIONS: dict[str, tuple[str, Callable[..., None], int]] = {
-    "sgd": ("sgd_", lambda f, t: amp_c.multi_tensor_sgd(9, f, t, 0.1, 0.9, 0.1, 0.1, False, False, False, 0.5), 1),
-    "sgd, first": ("sgd_", lambda f, t: amp_c.multi_tensor_sgd(9, f, t, 0.1, 0.9, 0.0, 0.1, True, True, True), 1),
-    "adam": ("adam_", lambda f, t: amp_c.multi_tensor_adam(9, f, t, 0.1, 0.9, 0.99, 1e-6, 3, 1, 0, 0.1), 2),
-    "lamb": ("lamb_", lambda f, t: amp_c.multi_tensor_lamb(
-        9, f, t, 0.1, 0.9, 0.99, 1e-6, 3, 1, 0.1, 1, 1, 50.0, 1.0), 2),
-    "lamb, no norm": ("lamb_", lambda f, t: amp_c.multi_tensor_lamb(
-        9, f, t, 0.1, 0.9, 0.99, 1e-6, 3, 0, 0.1, 0, 0, float("nan"), 1.0), 2),
-}  # fmt: skip
 CASES = {
     **{f"{name}, {dtype}": (kernel, functools.partial(stepped, make, dtype))
        for name, (kernel, make) in OPTIMIZERS.items() for dtype in (WIDE, HALF)},
     "masters are stepped with their half parameters": ("adam_", stepped_masters),
-    **{f"amp_C {name}, {'skipped' if flag else 'stepped'}":
-       (kernel, functools.partial(called, step, states, kernel == "sgd_", flag))
-       for name, (kernel, step, states) in FUNCTIONS.items() for flag in (0, 1)},
 }  # fmt: skip
 
 if __name__ == "__main__":

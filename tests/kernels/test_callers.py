@@ -1,4 +1,4 @@
-"""The optimizers and `amp_C` by the kernels for GPUs, on an emulated one, beside the same by torch's functions."""
+"""The optimizers by the kernels for GPUs, on an emulated one, beside the same by torch's functions."""
 
 from __future__ import annotations
 

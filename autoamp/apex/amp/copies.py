@@ -11,10 +11,16 @@ from autoamp.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-# They join gradients to unscale them in one launch, as is done here in any case; what a program registers itself goes
-# before the lists here in any case.
-_NO_EFFECT = ("combine_grad", "check_combined_tensors", "ddp_replica_count", "user_cast_preferred")
-_RULE = ("dynamic_init_scale", "scale_growth_factor", "scale_backoff_factor", "scale_window")
+_SCALER = "pass loss_scale=autoamp.DynamicLossScaler(init_scale, growth_factor, backoff_factor, growth_interval)"
+# The remedy for an argument that would change something; an empty one for an argument that would not.
+_REMEDIES = {
+    **dict.fromkeys(("dynamic_init_scale", "scale_growth_factor", "scale_backoff_factor", "scale_window"), _SCALER),
+    "combine_ddp": "after initialize() wrap the model in torch.nn.parallel.DistributedDataParallel",
+    # They join gradients to unscale them in one launch, as is done here in any case.
+    **dict.fromkeys(("combine_grad", "check_combined_tensors", "ddp_replica_count"), ""),
+    # What a program registers itself goes before the lists here in any case.
+    "user_cast_preferred": "",
+}
 
 
 def check(given: Mapping[str, Any]) -> None:
@@ -25,17 +31,9 @@ def check(given: Mapping[str, Any]) -> None:
         TypeError: No copy has such an argument.
     """
     for name, value in given.items():
-        if name in _RULE:
-            raise UsageError(
-                f"{name}={value!r} is not taken; pass loss_scale=autoamp.DynamicLossScaler(init_scale, growth_factor, "
-                "backoff_factor, growth_interval)"
-            )
-        if name == "combine_ddp" and as_flag(name, value):
-            raise UsageError(
-                f"combine_ddp={value!r} is not taken; after initialize() wrap the model in "
-                "torch.nn.parallel.DistributedDataParallel"
-            )
-        if name not in (*_NO_EFFECT, "combine_ddp"):
+        if name not in _REMEDIES:
             raise TypeError(f"initialize() got an unexpected keyword argument {name!r}")
+        if _REMEDIES[name] and not (name == "combine_ddp" and not as_flag(name, value)):
+            raise UsageError(f"{name}={value!r} is not taken; {_REMEDIES[name]}")
     if given:
         logger.info("initialize: %s have no effect, gradients are unscaled in one pass anyway", ", ".join(given))

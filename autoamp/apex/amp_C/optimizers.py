@@ -2,18 +2,17 @@
 
 Each takes ``(chunk_size, noop_flag, tensor_lists, ...)`` as the functions of `tensor_lists` do, and computes in fp32,
 or in fp64 for fp64 tensors. Where ``noop_flag`` is not 0 nothing is done. To read the flag is to wait for the device;
-the capturable functions do not, nor do the others where a compiled kernel takes the lists. The capturable ones alone
-write to gradients.
+the capturable functions do not. These alone write to gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoamp import kernels
 from autoamp.apex import formulas
 from autoamp.apex.amp_C.tensor_lists import TensorLists, checked
 from autoamp.core import widened
@@ -47,7 +46,7 @@ def multi_tensor_sgd(
     lists = checked("multi_tensor_sgd", tensor_lists, *names[: 4 if len(tensor_lists) == 4 else 3])
     copies, velocities = lists[3] if len(lists) == 4 else None, [lists[2]] if momentum else []
     _step(
-        formulas.SGD, noop_flag, [lists[1], lists[0], *velocities], copies, lr=lr, momentum=momentum,
+        formulas.SGD.formula, noop_flag, [lists[1], lists[0], *velocities], copies, lr=lr, momentum=momentum,
         dampening=dampening, weight_decay=wd, nesterov=bool(nesterov and momentum),
         first=bool(first_run), decay_after_momentum=bool(wd_after_momentum), inv_scale=scale,
     )  # fmt: skip
@@ -79,8 +78,8 @@ def multi_tensor_adam(
     lists = checked("multi_tensor_adam", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_adam", mode)
     _step(
-        formulas.ADAM, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
-        step=step, decoupled=mode == 1, bias_correction=bool(bias_correction), weight_decay=weight_decay,
+        formulas.ADAM.formula, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2,
+        eps=epsilon, step=step, decoupled=mode == 1, bias_correction=bool(bias_correction), weight_decay=weight_decay,
     )  # fmt: skip
 
 
@@ -165,8 +164,8 @@ def multi_tensor_lamb(
     lists = checked("multi_tensor_lamb", tensor_lists, "grads", "params", "exp_avgs", "exp_avg_sqs")
     _check_mode("multi_tensor_lamb", mode)
     _step(
-        formulas.LAMB, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
-        step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay, decoupled=mode == 1,
+        formulas.LAMB.formula, noop_flag, [lists[1], lists[0], *lists[2:]], lr=lr, beta1=beta1, beta2=beta2,
+        eps=epsilon, step=step, bias_correction=bool(bias_correction), weight_decay=weight_decay, decoupled=mode == 1,
         grad_averaging=bool(grad_averaging), always_adapt=bool(use_nvlamb), max_norm=max(0.0, max_grad_norm),
         global_norm=_norm(global_grad_norm, lists[0]),
     )  # fmt: skip
@@ -241,22 +240,14 @@ def multi_tensor_lamb_stage2(
 
 
 def _step(
-    rule: formulas.Rule, noop_flag: Tensor, lists: list[list[Tensor]], copies: list[Tensor] | None = None,
+    formula: Callable[..., None], noop_flag: Tensor, lists: list[list[Tensor]], copies: list[Tensor] | None = None,
     **numbers: Any,
 ) -> None:  # fmt: skip
-    """Step parameters, given their gradients and states, by a rule, unless the flag is set; set copies to them."""
-    if not lists[0]:
-        return
-    # A kernel reads the flag on the device.
-    found_inf = noop_flag.to(lists[0][0].device, torch.float32, non_blocking=True).reshape(-1)
-    halves = {} if copies is None else {"halves": copies}
-    found = [kernel for kernel, _ in kernels.by_kind(rule.kernel, *lists, *halves.values())]
-    if len(found) == 1 and found[0] and kernels.attempt(found[0], *lists, **halves, **numbers, found_inf=found_inf):
-        return
+    """Step parameters, given their gradients and states, by a formula, unless the flag is set; set copies to them."""
     if _nothing_to_do(noop_flag, lists[0]):
         return
     values = [widened(tensors) for tensors in lists]
-    rule.formula(*values, **numbers)
+    formula(*values, **numbers)
     for place, (tensors, new) in enumerate(zip(lists, values, strict=True)):
         if place != 1:
             formulas.write_back(tensors, new)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from autoamp.apex.fp16_utils.checkpoints import load_or_restore, matched
-from autoamp.apex.fp16_utils.early_checkpoints import converted_state
 from autoamp.apex.fp16_utils.fp16util import (
     clip_grad_norm,
     master_params_to_model_params,
@@ -304,15 +303,19 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, or a checkpoint of early 2019, and copy masters into half parameters.
+        """Load what `state_dict` returned, and copy masters into half parameters.
 
         Raises:
-            CheckpointError: A key is missing or does not fit. The message names it. Weights, state, options and scale
-                are what they were.
+            CheckpointError: A key is missing or does not fit, or the checkpoint is one of Apex of early 2019. The
+                message names the key. Weights, state, options and scale are what they were.
         """
         if not isinstance(state_dict, Mapping):
             raise CheckpointError(f"the state is {kind_of(state_dict)}; pass what FP16_Optimizer.state_dict() returned")
-        state_dict = converted_state(state_dict, self.fp32_groups)
+        if "cur_scale" in state_dict:
+            raise CheckpointError(
+                "key 'cur_scale' is that of an FP16_Optimizer of early 2019, whose checkpoints no longer load; load it "
+                "with autoamp 0.2 and save it again; nothing was loaded"
+            )
         for key in ("loss_scaler", "dynamic_loss_scale", "optimizer_state_dict", "fp32_from_fp16"):
             if key not in state_dict:
                 raise CheckpointError(f"key {key!r} is missing; pass what FP16_Optimizer.state_dict() returned")

@@ -180,8 +180,7 @@ class FusedAdam(FusedOptimizer):
             "bias_correction": bool(group["bias_correction"]), "eps_inside_sqrt": self._eps_inside_sqrt,
         }  # fmt: skip
         if not self.capturable:
-            group["step"] = group.get("step", 0) + 1
-            return {**numbers, "lr": float(group["lr"]), "step": group["step"]}
+            return {**super()._numbers(group), **numbers}
         device = group["step"].device
         found_inf = getattr(self, "found_inf", torch.zeros((), device=device))
         found_inf = found_inf.to(device, torch.float32, non_blocking=True).reshape(())

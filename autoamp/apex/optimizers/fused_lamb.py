@@ -60,10 +60,7 @@ class FusedLAMB(FusedOptimizer):
             self._step_lists(lists, **self._numbers(group), global_norm=total)
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        group["step"] = group.get("step", 0) + 1
         return {
-            "lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"],
-            "weight_decay": group["weight_decay"], "step": group["step"], "decoupled": self.adam_w_mode,
-            "bias_correction": bool(group["bias_correction"]), "grad_averaging": bool(group["grad_averaging"]),
+            **super()._numbers(group), "decoupled": self.adam_w_mode, "grad_averaging": bool(group["grad_averaging"]),
             "always_adapt": bool(self.use_nvlamb), "max_norm": float(group["max_grad_norm"] or 0.0),
         }  # fmt: skip

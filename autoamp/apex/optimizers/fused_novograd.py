@@ -58,12 +58,8 @@ class FusedNovoGrad(FusedOptimizer):
         self.reg_inside_moment = bool(reg_inside_moment)
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        group["step"] = group.get("step", 0) + 1
-        return {
-            "lr": float(group["lr"]), "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"],
-            "step": group["step"], "weight_decay": group["weight_decay"], "inside": self.reg_inside_moment,
-            "bias_correction": bool(group["bias_correction"]), "grad_averaging": bool(group["grad_averaging"]),
-        }  # fmt: skip
+        grad_averaging = bool(group["grad_averaging"])
+        return {**super()._numbers(group), "inside": self.reg_inside_moment, "grad_averaging": grad_averaging}
 
     def _tensors(self, group: dict[str, Any], *names: str) -> tuple[list[Tensor], ...]:
         """Return these and the averages of the gradients' norms, of shape ``()``, which the new norms have entered."""

@@ -73,21 +73,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._step_lists(self._tensors(group, *self._rule.states), **self._numbers(group))
 
     def _numbers(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the keywords that the rule takes for a group, and count its step, where steps are counted."""
-        raise NotImplementedError
+        """Count a step of a group, and return what a rule takes that averages gradients; subclasses add to it."""
+        group["step"] = group.get("step", 0) + 1
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "eps": group["eps"], "step": group["step"],
+            "weight_decay": group["weight_decay"], "bias_correction": bool(group["bias_correction"]),
+        }  # fmt: skip
 
     def _step_lists(self, lists: Sequence[list[Tensor]], **numbers: Any) -> None:
-        """Step parameters, given their gradients and states: by the kernel, torch's fused operator or the formula."""
+        """Step parameters, given their gradients and states: by the kernel or the formula."""
         masters = self._masters if self._has_masters else None
         for part in _in_parts(*self._rule.step_by_kernel(lists, masters, **numbers)):
             self._step_part(*part, **numbers)
 
     def _step_part(self, params: list[Tensor], grads: list[Tensor], *states: list[Tensor], **numbers: Any) -> None:
         """Step some parameters without the kernel. The fp32 copies of half ones are freed when it returns."""
-        values, wide_grads = self._values(params), widened(grads)
-        fused = self._rule.fused
-        if fused is None or not fused(values, wide_grads, *states, **numbers):
-            self._rule.formula(values, wide_grads, *states, **numbers)
+        values = self._values(params)
+        self._rule.formula(values, widened(grads), *states, **numbers)
         write_back(params, values)
 
     def _values(self, params: list[Tensor]) -> list[Tensor]:
