@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from autoamp.core import Listener, Listeners, Step, StepHistory
 from autoamp.errors import UsageError
-from autoamp.tensors import iter_tensors, map_tensors
+from autoamp.tensors import is_capturing, iter_tensors, map_tensors
 from autoamp.tools.call_sites import CallPlaces
 from autoamp.tools.tape import CannotRerun, Named, Ref, Tape, UnnoticedRecording
 from autoamp.torch_private import (
@@ -327,9 +327,9 @@ class StepRecorder(Listener):
         return ended
 
     def _wants_call(self) -> bool:
-        if self.paused or self._inside.call or torch.compiler.is_compiling() or tracing_state() is not None:
+        if self.paused or self._inside.call or torch.compiler.is_compiling():
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if tracing_state() is not None or is_capturing():
             return False
         if not torch.is_grad_enabled() and (self.inferences is None or compiled_wrappers()):
             return False
