@@ -70,6 +70,11 @@ def default_device_type() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: operators are recorded, nothing is computed, and no value can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def dtype_name(dtype: torch.dtype | None) -> str:
     """Return the name of a dtype as ``"float16"``, which reports and command lines have."""
     return str(dtype).removeprefix("torch.")

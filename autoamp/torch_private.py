@@ -145,14 +145,6 @@ def dispatch_modes() -> int:
 DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 """The base class of what intercepts operators."""
 
-FakeTensorMode: Any = torch._subclasses.FakeTensorMode
-"""Within it tensors have no memory, and may be of any device type."""
-
-autocast_registrations: Callable[[str], list[str]] = _find(
-    "torch._C._dispatch_get_registrations_for_dispatch_key", lambda _: []
-)
-"""The qualified names of the operators that a dispatch key, such as ``"AutocastCPU"``, has kernels for."""
-
 OpOverload: Any = torch._ops.OpOverload
 """The class of the operators that a `DispatchMode` intercepts."""
 

@@ -295,9 +295,6 @@ def _add_lists(commands: Any) -> None:
     lists.add_argument("--set", dest="lists", metavar="SET", help="a list set or file; default: what this project uses")
     lists.add_argument("--dtype", choices=DTYPES, help="the half dtype; default: that of the device")
     lists.add_argument("--device-type", help="the device: cuda, cpu, ...; default: the accelerator")
-    lists.add_argument("--check", action="store_true",
-                       help="compare the shipped sets with the installed torch, exit 1 if they differ; and the "
-                       "lists in use with its autocast")  # fmt: skip
 
 
 def _add_report(commands: Any) -> None:

@@ -1,25 +1,21 @@
-"""`autoamp lists`: each rule with its reason and origin, and the shipped lists compared with the installed torch."""
+"""`autoamp lists`: each rule with its reason and origin."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-import torch
-
 from autoamp.cli.output import aligned
-from autoamp.core import CastPolicy, CastRule, CastTable, RuleSource, Settings, device_type_of, expand, package_tables
+from autoamp.core import CastPolicy, CastRule, CastTable, RuleSource, Settings, expand, package_tables
 from autoamp.errors import UsageError
 from autoamp.half_units import HALF_NAMES
-from autoamp.tools import AutocastDifference, autocast_differences, check_lists, explain
+from autoamp.tools import explain
 
 
 def lists(chosen: argparse.Namespace) -> int:
     """Print the rules of this project, or those for some ops. Returns the exit code."""
     settings = Settings.from_arguments(chosen.lists, chosen.device_type, chosen.dtype)
     table = settings.table
-    if chosen.check:
-        return _check(table, device_type_of(chosen.device_type))
     if chosen.ops:
         sys.stdout.write("".join(f"{explain(table, _checked(name, table))}\n" for name in chosen.ops))
         return 0
@@ -29,37 +25,6 @@ def lists(chosen: argparse.Namespace) -> int:
     rules = sorted(shown, key=lambda rule: (order.index(rule.policy), rule.target))
     sys.stdout.write("".join(f"{line}\n" for line in _lines(table, rules, HALF_NAMES[settings.dtype])))
     return 0
-
-
-def _check(table: CastTable, device_type: str) -> int:
-    differences = check_lists()
-    sys.stdout.write("".join(f"{line}\n" for line in differences))
-    if not differences:
-        sys.stdout.write(f"the shipped lists agree with the public names of torch {torch.__version__}\n")
-    compared = autocast_differences(table, device_type)
-    if compared is None:
-        sys.stdout.write(f"torch has no autocast lists that can be compared for {device_type}\n")
-        return int(bool(differences))
-    # Of an op that autocast does not list it may cast what the op calls.
-    found = [one for one in compared if one.in_torch is not CastPolicy.NONE]
-    sources = ", ".join(table.sources) or "no list"
-    for is_narrower, what in (
-        (False, "wider here: results are nearer to fp32 than with torch.amp, and take more memory and time"),
-        (True, "narrower here: results take less memory and time than with torch.amp, and are rounded"),
-    ):
-        ops = [one for one in found if one.is_narrower is is_narrower]
-        sys.stdout.write(f"\n{sources}, beside torch.autocast for {device_type}; {what}:\n")
-        sys.stdout.write("".join(f"  {line}\n" for line in _by_reason(ops)) or "  none\n")
-    return int(bool(differences))
-
-
-def _by_reason(ops: list[AutocastDifference]) -> list[str]:
-    """Return a line for the ops that have the same policies and the same reason."""
-    lines: dict[str, list[str]] = {}
-    for one in ops:
-        reason = "on no list" if one.rule is None else one.rule.remedy or one.rule.reason or str(one.rule.origin)
-        lines.setdefault(f"{one.here.value}, torch.autocast {one.in_torch.value}; {reason}", []).append(one.op)
-    return [f"{said}: {', '.join(names)}" for said, names in lines.items()]
 
 
 def _lines(table: CastTable, rules: list[CastRule], half: str) -> list[str]:
@@ -80,7 +45,7 @@ def _lines(table: CastTable, rules: list[CastRule], half: str) -> list[str]:
 
 
 def _is_no_op(rule: CastRule) -> bool:
-    """Whether a rule is for a name of torch that is no op. Such rules let `--check` find new names."""
+    """Whether a rule is for a name of torch that is no op. Such rules let the tests find new names."""
     # The class of reason, in the shipped sets, of names in torch's namespaces that are no ops.
     return rule.origin.shipped and rule.reason.startswith("computes nothing")
 

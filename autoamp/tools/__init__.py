@@ -25,9 +25,6 @@ from autoamp.tools.handle import Handle as Handle
 from autoamp.tools.handle import NoOpHandle as NoOpHandle
 from autoamp.tools.handle import compose as compose
 from autoamp.tools.handle import diagnostics_of as diagnostics_of
-from autoamp.tools.list_checks import AutocastDifference as AutocastDifference
-from autoamp.tools.list_checks import autocast_differences as autocast_differences
-from autoamp.tools.list_checks import check_lists as check_lists
 from autoamp.tools.monitors import Followers as Followers
 from autoamp.tools.monitors import write_scalars as write_scalars
 from autoamp.tools.observer import Call as Call

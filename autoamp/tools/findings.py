@@ -84,8 +84,7 @@ def _first_cause(tape: Tape) -> Overflow | None:
     found = _cause(half, origins[0])
     if found.phase == "backward":
         gradients = (one for one in tape.named if one.kind == "grad")
-        tainted = next((one.name for one in gradients if one.ref.memory in half.tainted), None)
-        found = replace(found, parameter=tainted)
+        found = replace(found, parameter=next((one.name for one in gradients if half.origin_of(one.ref)), None))
     return found
 
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from autoamp.core import is_sharded, listen, local_of, named_params, stepped_params
 from autoamp.errors import warn_user
-from autoamp.tensors import HALF_DTYPES, dtype_name
+from autoamp.tensors import HALF_DTYPES, dtype_name, is_capturing
 from autoamp.tools.tables import first_of
 from autoamp.torch_private import has_step_pre_hooks, undisturbed
 
@@ -265,7 +265,7 @@ class HalfLosses:
 def _found(look: Callable[..., Iterable[_T]], *args: Any) -> list[_T]:
     """Return what a look finds. Nothing intercepts what it does, and no exception of it ends the program."""
     found: list[_T] = []
-    if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or is_capturing():
         return found
     try:
         with undisturbed():

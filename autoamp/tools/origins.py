@@ -85,7 +85,6 @@ class Followed(Rerun):
         origins: All origins, in the order in which they were seen.
         at_gradients: The origins of what came to gradients, in the same order.
         too_large: The operators of backward passes that read a gradient of at least the limit.
-        tainted: The memories that were computed of inf or nan, though they may be finite.
 
     Raises:
         CannotRerun: As `Rerun` raises it.
@@ -101,7 +100,6 @@ class Followed(Rerun):
         self._limit = limit
         self._loaded = {event.memory for event in tape.events if isinstance(event, Load)}
         self._flawed: dict[int, NonFiniteOrigin] = {}
-        self.tainted: set[int] = set()
         self.at_gradients: list[NonFiniteOrigin] = []
         # Gradients with inf or nan that no operator of a backward pass has read so far.
         self._unread: dict[int, NonFiniteOrigin] = {}
@@ -165,7 +163,6 @@ class Followed(Rerun):
         changed = written(op.func, op.args, op.kwargs), written(op.func, *given)
         outputs = [*_pairs(*changed), *_pairs(op.outputs, results)]
         read = {ref.memory for ref, _ in self._inputs}
-        tainted = not self.tainted.isdisjoint(read) or bool(self._came)
         origins = sorted(self._came, key=lambda origin: (origin.intended, origin.op is None))
         # As in `mask[0] = -math.inf`, of which torch makes a tensor that no operator does.
         is_writer = op.name.partition("::")[2].strip("_") in WRITERS or (
@@ -174,8 +171,6 @@ class Followed(Rerun):
         origins = [] if is_writer and op.name == "aten::copy_" else origins
         nan_came = any(origin.value == "nan" for origin in self._came)
         for ref, tensor in outputs:
-            if tainted:
-                self.tainted.add(ref.memory)
             value = nonfinite_value(tensor)
             if value is None:
                 if ref.memory not in read:

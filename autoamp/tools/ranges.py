@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core import listen, local_of
-from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors, map_tensors
+from autoamp.tensors import HALF_DTYPES, dtype_name, is_capturing, iter_tensors, map_tensors
 from autoamp.tools.call_sites import CallSite, in_scaling
 from autoamp.tools.observer import Call, Observation, OperatorObserver
 from autoamp.tools.tables import as_table
@@ -53,9 +53,9 @@ def readable_tensors(nested: Any) -> list[Tensor]:
     """Return the floating tensors in nested values whose elements can be read.
 
     Left out are sparse and nested tensors, those on the meta device, and classes that dispatch by themselves, such as
-    DTensors. None can be read while a CUDA graph is captured: nothing is computed then.
+    DTensors. None can be read while a CUDA graph is captured.
     """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return []
     found = (one for one in iter_tensors(nested) if one.is_floating_point() and one.layout is torch.strided)
     own = Tensor.__torch_dispatch__

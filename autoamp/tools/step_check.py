@@ -125,8 +125,6 @@ class StepCheck:
         self._overflows = overflows
         # The numbers of those that were compared.
         self._steps: set[int] = set()
-        # The step whose closure is to be compared.
-        self._awaited: int | None = None
 
     @property
     def compared(self) -> int:
@@ -144,20 +142,20 @@ class StepCheck:
             What is to be called in place of the closure.
         """
         recorder = self._overflows.recorder
-        self._awaited = step if self._overflows.always and (step == 0 or is_sampled(step)) else None
-        if self._awaited is not None and (closure is None or recorder.step.has_gradients):
+        is_awaited = self._overflows.always and (step == 0 or is_sampled(step))
+        if is_awaited and (closure is None or recorder.step.has_gradients):
             self._compare_if_possible(step)
-            self._awaited = None
+            is_awaited = False
         if closure is None:
             return None
 
         @functools.wraps(closure)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_awaited
             loss = closure(*args, **kwargs)
             recorder.step.in_closure = True
-            if self._awaited is not None:
-                if self._compare_if_possible(self._awaited):
-                    self._awaited = None
+            if is_awaited:
+                is_awaited = not self._compare_if_possible(step)
                 # What the closure calls next is on a tape of its own.
                 recorder.end_step()
             return loss

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from autoamp.core import Listener, Listeners, Step, StepHistory
 from autoamp.errors import UsageError
-from autoamp.tensors import compacted, iter_tensors, map_tensors
+from autoamp.tensors import is_capturing, iter_tensors, map_tensors
 from autoamp.tools.call_sites import CallPlaces
 from autoamp.tools.tape import CannotRerun, Named, Ref, Tape, UnnoticedRecording
 from autoamp.torch_private import (
@@ -36,7 +36,7 @@ from autoamp.torch_private import (
 
 log = logging.getLogger(__name__)
 
-# So many module calls and losses of one step are on a tape; so many calls of one model if nobody asked for it.
+# So many module calls of one step are on a tape; so many calls of one model if nobody asked for it.
 _MAX_CALLS, _UNASKED_CALLS = 256, 2
 # A model of these classes is compiled, or gathered from several devices.
 _WHOLE = frozenset(("OptimizedModule", "ScriptModule", "FullyShardedDataParallel", "DataParallel"))
@@ -58,7 +58,6 @@ class RecordedStep:
     Attributes:
         recording: Its tape; None if no call was recorded.
         models: The models that were called, with the arguments, in their order.
-        losses: The losses, without their graph.
         loss_refs: What the tape calls the losses.
         grads: Gradients that are not in the ``.grad`` of their parameters.
         is_recorded: Whether its operators are recorded.
@@ -69,7 +68,6 @@ class RecordedStep:
 
     recording: UnnoticedRecording | None = None
     models: list[tuple[Module, Any, Any]] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
     loss_refs: list[Ref | None] = field(default_factory=list)
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     is_recorded: bool = False
@@ -279,12 +277,7 @@ class StepRecorder(Listener):
         """Take note of a loss."""
         if scale != 1.0:
             self.refuse_in_loss("scaled a loss")
-        if self.paused or (step := self._open_step()) is None or len(step.losses) >= _MAX_CALLS:
-            return
-        with undisturbed():
-            value = loss.detach()
-            step.losses.append(compacted(value) if loss.numel() == 1 else value)
-        if step.recording is not None:
+        if not self.paused and (step := self._open_step()) is not None and step.recording is not None:
             step.loss_refs.append(step.recording.tape.find(loss))
 
     def backward_begun(self, given: Any) -> contextlib.AbstractContextManager[None]:
@@ -337,9 +330,9 @@ class StepRecorder(Listener):
         return ended
 
     def _wants_call(self) -> bool:
-        if self.paused or self._inside.call or torch.compiler.is_compiling() or tracing_state() is not None:
+        if self.paused or self._inside.call or torch.compiler.is_compiling():
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if tracing_state() is not None or is_capturing():
             return False
         if not torch.is_grad_enabled() and (self.inferences is None or compiled_wrappers()):
             return False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from autoamp.cli import parser
 from autoamp.core import CastPolicy, CastRule, CastTable, shipped_sets, shipped_table
-from autoamp.tools import autocast_differences
+from tests.tools.list_checks import autocast_differences
 
 __all__ = ["autocast", "command_line", "ops", "reason_of"]
 

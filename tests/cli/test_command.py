@@ -11,10 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from autoamp.cli import main
-from autoamp.core import known_ops
 from tests.launches import Ended, environment, launched, written
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="these programs run in forks")
@@ -221,7 +219,6 @@ RUNS = {
     "terminated": [*RUN, "--report", "terminated.json", "terminated.py"],
     "refuses": [*RUN, "refuses.py"],
     **{f"rank {rank}": [f"RANK={rank}", *RUN, "--report", f"rank{rank}.json", "plain.py"] for rank in "01"},
-    "check": ["lists", "--check"],
     **{
         f"{name} {dtype}": [*RUN, "--dtype", dtype, f"{name}.py"]
         for dtype in ("fp16", "bf16")
@@ -408,26 +405,6 @@ def test_a_program_that_sigterm_ends_has_its_summary_and_report(folder: Path, en
     assert (report["exit_code"], report["steps"]) == (143, 4)
 
 
-def test_lists_are_checked_against_torch(ended: dict[str, Ended]) -> None:
-    assert ended["check"].code == 0
-    first, _, rest = ended["check"].out.partition("\n")
-    assert first == f"the shipped lists agree with the public names of torch {torch.__version__}"
-    wider, narrower = (rest.partition(mark)[2].partition("\n\n")[0] for mark in ("wider here", "narrower here"))
-    assert ", beside torch.autocast for cpu; " in rest
-    assert "  none, torch.autocast fp16; an entry point of one backend, " in wider
-    assert "  none, torch.autocast fp32; selects elements: " in narrower
-
-
-def test_differences_of_the_lists_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.special, "brand_new_op", torch.exp, raising=False)
-    known_ops.cache_clear()
-    try:
-        assert main(["lists", "--check"]) == 1
-    finally:
-        known_ops.cache_clear()
-    assert capsys.readouterr().out.startswith("brand_new_op: new in torch ")
-
-
 @pytest.mark.parametrize(("rank", "lines"), [("0", 2), ("1", 0)])
 def test_only_the_first_rank_speaks(rank: str, lines: int, folder: Path, ended: dict[str, Ended]) -> None:
     one = ended[f"rank {rank}"]
@@ -468,5 +445,3 @@ def test_lists_are_shown_for_a_device(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(["lists", "--set", "bf16", "--device-type", device_type]) == 0
         rows = dict(line.split()[:2] for line in capsys.readouterr().out.splitlines())
         assert rows["layer_norm"] == policy
-    assert main(["lists", "--check", "--device-type", "hpu", "--dtype", "bf16"]) == 0
-    assert capsys.readouterr().out.endswith("\ntorch has no autocast lists that can be compared for hpu\n")

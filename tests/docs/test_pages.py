@@ -25,7 +25,7 @@ ELSEWHERE = {
     "autoamp": {"FP16_Optimizer", "load_ipython_extension"},
     "tools": {
         "BaseHandle", "Handle", "NoOpHandle", "current_handle", "init", "region",
-        "AutocastDifference", "Diagnostics", "autocast_differences", "compose", "diagnostics_of",
+        "Diagnostics", "compose", "diagnostics_of",
     },
 }  # fmt: skip
 

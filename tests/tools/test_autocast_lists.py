@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 import autoamp
 from autoamp.core import CastPolicy, CastTable, load_table, shipped_table
-from autoamp.tools.list_checks import autocast_differences, autocast_policies
-from autoamp.torch_private import autocast_registrations
+from tests.tools.list_checks import autocast_differences, autocast_policies, autocast_registrations
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SETS = {"fp16": "default", "bf16": "bf16"}

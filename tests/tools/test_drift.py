@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoamp.core import CastPolicy, CastTable, known_ops, shipped_table
-from autoamp.tools.list_checks import check_lists
+from tests.tools.list_checks import check_lists
 
 
 def test_every_public_callable_of_this_torch_is_classified() -> None:

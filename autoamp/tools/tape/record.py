@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tensors import PLAIN_TYPES, iter_tensors, map_tensors, version_of
+from autoamp.tensors import PLAIN_TYPES, is_capturing, iter_tensors, map_tensors, version_of
 from autoamp.tools.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
 from autoamp.torch_private import (
     OperatorMode,
@@ -384,7 +384,7 @@ def record(where: Callable[[], Place] = Place, **options: Any) -> Iterator[Tape]
         The tape. Read `Tape.incomplete` after the ``with`` statement.
     """
     recording, graphs = Recording(where, undoes=True, **options), compiled_graphs()
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         recording.tape.incomplete = "a CUDA graph is being captured"
     recording.resume()
     try:

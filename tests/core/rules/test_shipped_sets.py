@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import autoamp
 from autoamp.core import shipped_sets, shipped_table
-from autoamp.tools.list_checks import autocast_policies
 from tests.core.rules._shared import load, policies, shipped_data, shipped_file
+from tests.tools.list_checks import autocast_policies
 
 
 def test_the_shipped_sets_are_these() -> None:

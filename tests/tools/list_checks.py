@@ -14,11 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensorMode
 
 from autoamp.core import CastPolicy, CastRule, CastTable, admits_version, known_ops, locate, shipped_sets, shipped_table
 from autoamp.errors import ListFileError
 from autoamp.tensors import iter_tensors
-from autoamp.torch_private import DispatchMode, FakeTensorMode, autocast_registrations, schema_of
+from autoamp.torch_private import DispatchMode, schema_of
+
+# The qualified names of the operators that a dispatch key, such as "AutocastCPU", has kernels for.
+autocast_registrations = torch._C._dispatch_get_registrations_for_dispatch_key
 
 # Python 3.14 adds these to a class with annotations.
 _OF_CLASSES = frozenset({"__annotate__", "__annotate_func__", "__annotations_cache__"})
