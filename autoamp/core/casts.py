@@ -523,11 +523,6 @@ class CastCounts:
         self.calls: dict[str, list[int]] = {"half": [0], "fp32": [0], "promote": [0]}
         self.made: dict[torch.dtype, list[int]] = {half: [0], torch.float32: [0]}
 
-    def reset(self) -> None:
-        """Set every number to 0, in a fork whose parent has them."""
-        for count in (*self.calls.values(), *self.made.values()):
-            count[0] = 0
-
 
 class CastState:
     """Casts for one handle: the half dtype, the device type, each thread's switches, the cache.
