@@ -43,9 +43,6 @@ class Looks:
     def begin(self, runtime: Runtime) -> None:
         """Look on at a handle, or at the casts that it has got anew."""
 
-    def stop(self) -> None:
-        """Torch is about to be restored for good."""
-
     def end(self) -> None:
         """Torch was restored for good."""
 
@@ -133,8 +130,8 @@ class Runtime:
 
     def _end_looks(self) -> tuple[str, ...]:
         """End what looks on, and auto scaling; restore torch."""
-        self.auto_scaling.stop()
-        self.looks.stop()
+        if self.auto_scaling.active:
+            self.auto_scaling.stop()
         foreign = self.suspend()
         self.looks.end()
         return foreign

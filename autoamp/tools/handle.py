@@ -66,13 +66,10 @@ class Diagnostics(Looks):
             self.overflows.capsules = CapsuleWriter(settings.capsule)
         self._optimizers, self._buffer_losses = runtime.optimizers, runtime.models.buffer_losses
 
-    def stop(self) -> None:
-        """Stop the recording: torch is about to be restored for good."""
+    def end(self) -> None:
+        """Stop the recording, and end all observers: torch was restored for good."""
         if self.recording is not None:
             self.recording.stop()
-
-    def end(self) -> None:
-        """End all observers: torch was restored for good."""
         self.observation.end()
 
     @functools.cached_property
