@@ -40,6 +40,7 @@ from autoamp.core.attach import (
 from autoamp.core.gradients import is_sharded, local_of, widened
 from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, several_processes, watch_wrappers
 from autoamp.tensors import HALF_DTYPES, without_grad
+from autoamp.torch_private import current_graph_task, disable_in_dynamo
 
 # So many elements of gradients may be cast to fp32 at once: each part costs a launch.
 _SMALL = 2**17
@@ -65,6 +66,7 @@ class MasterWeights:
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.add_missing_masters()
+        _living.add(self)
         self._wrappers, self._stop_watching = watch_wrappers(self)
         for method, instead in (("zero_grad", self._zero_grad), ("add_param_group", self._add_group)):
             if callable(getattr(optimizer, method, None)):
@@ -145,18 +147,14 @@ class MasterWeights:
             _share(half, link, earlier if grad is None else earlier.add_(grad))
 
     @without_grad
-    def before_pass(self) -> None:
-        """Get gradients ready for a backward pass that begins now, in a block or outside of all.
-
-        This is the last moment at which a gradient of an earlier step is told from a new one.
-        """
-        for half, link in self._pairs.values():
+    def begin_pass(self) -> None:
+        """Get gradients ready for a backward pass that begins now; see `before_pass`."""
+        # Another thread may add a group.
+        for half, link in list(self._pairs.values()):
             grad = half.grad
-            if grad is None:
-                continue
             if link.master.grad is not grad and link.shares(grad):
                 # The master's gradient was cleared or replaced: this one is of an earlier step.
-                half.grad = _unless_zeroed(link, grad, link.master.grad)
+                _share(half, link, _unless_zeroed(link, grad, link.master.grad))
             if id(half) in self._stashed.wanted:
                 self._stashed.put(half, link)
 
@@ -164,9 +162,9 @@ class MasterWeights:
     def before_backward(self) -> None:
         """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
-        Called as a block begins. Gradients accumulate in fp32. The reducer averages all that it
-        finds in ``.grad``, and accepts the parameter's dtype only. So fp32 sums that were averaged already are stashed
-        until the pass is over, and those that ``no_sync`` left, which are yet to be averaged, are cast to half.
+        Called as a block begins. Gradients accumulate in fp32. The reducer averages all that it finds in ``.grad``,
+        and accepts the parameter's dtype only. So fp32 sums that were averaged already are stashed until the pass is
+        over, and those that ``no_sync`` left, which are yet to be averaged, are cast to half.
         """
         for part in self._replicated:
             present = [half for half, _ in part.pairs if half.grad is not None]
@@ -286,6 +284,22 @@ class MasterWeights:
             self._stop_watching()
 
 
+# All that are there, those of an `FP16_Optimizer` or of a suspended handle too: a pass may reach the parameters of any.
+_living: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+
+
+@disable_in_dynamo
+def before_pass() -> None:
+    """Get the gradients of all half parameters of the process ready for a backward pass that begins now.
+
+    This is the last moment at which a gradient of an earlier step is told from a new one. Within a pass it does
+    nothing. It is called where `torch.autograd.backward` is, while a handle is active, and by ``FP16_Optimizer``.
+    """
+    if current_graph_task() == -1:
+        for masters in list(_living):
+            masters.begin_pass()
+
+
 def fit_state(optimizer: Any) -> None:
     """Bring an optimizer's state to the dtypes of its parameters, where these were cast after the state was made."""
     for group in optimizer.param_groups:
@@ -352,7 +366,9 @@ class _StashedGrads:
 def _share(half: Tensor, link: MasterLink, grad: Tensor | None) -> None:
     link.share(grad)
     try:
-        half.grad = link.master.grad = grad
+        # The master first: a pass that another thread begins in between takes it for no cleared one.
+        link.master.grad = grad
+        half.grad = grad
     except RuntimeError:
         check_shapes(half, link.master)
         raise

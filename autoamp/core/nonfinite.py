@@ -30,6 +30,7 @@ from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, to
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
+from autoamp.core.masters import before_pass
 from autoamp.core.optimizers import Guards
 from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Step, StepHistory
@@ -163,10 +164,10 @@ class NonFiniteSteps:
         optimizers = self._optimizers
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            before_pass()
             # A pass within a pass is a checkpoint's.
             if torch.compiler.is_compiling() or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
-            optimizers.before_pass()
             if optimizers.steps.waiting:
                 optimizers.steps.waiting -= 1
             else:

@@ -171,12 +171,6 @@ class Guards(GuardHost[StepGuard]):
         for optimizer in list(self.loss_scalers.own):
             self.loss_scalers.forget_own(optimizer)
 
-    def before_pass(self) -> None:
-        """Get the gradients of half parameters ready for a backward pass that begins now."""
-        for guard in self.guards:
-            if guard.masters is not None:
-                guard.masters.before_pass()
-
     # -- what guards ask and tell --
 
     def step_begins(self, guard: StepGuard) -> None:

@@ -26,6 +26,7 @@ from autoamp.core import (
     ScaledBlock,
     ScalesItself,
     StepGuard,
+    before_pass,
     current_runtime,
     is_optimizer,
     joint_norm,
@@ -193,7 +194,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
                 block.watch(loss, scaled, runtime.optimizers.still_scaled)
-            self._masters.before_pass()
+            before_pass()
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:

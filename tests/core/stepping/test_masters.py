@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -451,6 +453,12 @@ def hooked(model: nn.Module) -> list[int]:
     return [len(param._backward_hooks or ()) for param in model.parameters()]
 
 
+def run_in_thread(call: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
 def drop(optimizer: Any, how: str) -> None:
     """Clear the gradients of the masters alone, as scripts do by ``amp.master_params(optimizer)``."""
     for master in masters(optimizer):
@@ -462,9 +470,26 @@ def drop(optimizer: Any, how: str) -> None:
             master.grad = torch.zeros_like(master)
 
 
+def compiled(loss: Tensor) -> None:
+    torch.compile(lambda: loss.backward(), backend="eager")()
+
+
+def in_a_region(loss: Tensor) -> None:
+    with autoamp.region(device_type="cpu", dtype=torch.bfloat16):
+        loss.backward()
+
+
+PASSES: dict[str, Callable[[Tensor], None]] = {
+    "plain": lambda loss: loss.backward(), "compiled": compiled, "in a region": in_a_region,
+    "several roots": lambda loss: torch.autograd.backward([loss, 0.0 * loss]),
+    "in a thread": lambda loss: run_in_thread(loss.backward),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("how", ["none", "zeros in place", "other zeros"])
-@pytest.mark.parametrize("way", ["plain", "in a block", "FP16_Optimizer"])
+@pytest.mark.parametrize("way", [*PASSES, "in a block", "FP16_Optimizer"])
 def test_a_pass_begins_from_nothing_where_the_gradients_of_masters_were_dropped(way: str, how: str) -> None:
+    torch._dynamo.reset()
     model = network()
     optimizer: Any = sgd(model.parameters(), lr=0.0)
     if way == "FP16_Optimizer":
@@ -477,9 +502,9 @@ def test_a_pass_begins_from_nothing_where_the_gradients_of_masters_were_dropped(
         if way == "FP16_Optimizer":
             before()
             optimizer.backward(loss)
-        elif way == "plain":
+        elif way in PASSES:
             before()
-            loss.backward()
+            PASSES[way](loss)
         else:
             with autoamp.scale_loss(loss, optimizer) as scaled:
                 before()
@@ -492,6 +517,82 @@ def test_a_pass_begins_from_nothing_where_the_gradients_of_masters_were_dropped(
         one_pass(seed, lambda: drop(optimizer, how))
         optimizer.step()
     assert equal(grads(optimizer), expected)
+
+
+def test_two_fp16_optimizers_of_one_loss_begin_from_nothing_where_masters_were_dropped() -> None:
+    first, second = nn.Linear(4, 4).half(), nn.Linear(4, 2).half()
+    one, other = (FP16_Optimizer(sgd(part.parameters(), lr=0.0)) for part in (first, second))
+    found = []
+    for _ in range(3):
+        drop(one, "none")
+        drop(other, "none")
+        one.backward(second(first(data()[0].half())).float().square().mean())
+        one.step()
+        other.step()
+        found.append([*grads(one), *grads(other)])
+    assert all(equal(found[0], later) for later in found[1:])
+    assert None not in found[0]
+
+
+@pytest.mark.parametrize("after", [None, 2.0])
+def test_a_pass_of_something_else_leaves_what_is_written_to_masters_the_programs(after: float | None) -> None:
+    model = network()
+    optimizer = sgd(model.parameters(), lr=1.0, momentum=0.0)
+    o2(model, optimizer, dtype=torch.bfloat16, loss_scale=1.0)
+    backward(model, optimizer)
+    optimizer.step()
+    master = masters(optimizer)[0]
+    master.grad = torch.ones_like(master)
+    (torch.ones(1, requires_grad=True) * 2).sum().backward()
+    master.grad = None if after is None else torch.full_like(master, after)
+    before = master.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - master.detach(), torch.full_like(before, after or 0.0))
+
+
+def test_a_gradient_set_at_a_master_is_added_to_by_a_plain_pass() -> None:
+    model = network()
+    optimizer = sgd(model.parameters(), lr=0.0)
+    o2(model, optimizer, dtype=torch.bfloat16, loss_scale=1.0)
+    loss_of(model).backward()
+    optimizer.step()
+    expected = [None if grad is None else grad + 1.0 for grad in grads(optimizer)]
+    optimizer.zero_grad()
+    for master in masters(optimizer):
+        master.grad = torch.ones_like(master)
+    loss_of(model).backward()
+    optimizer.step()
+    for grad, wanted in zip(grads(optimizer), expected, strict=True):
+        torch.testing.assert_close(grad, wanted)
+
+
+def test_a_pass_of_another_thread_in_the_middle_keeps_gradients() -> None:
+    """The pass begins at each instruction of the function that gives both sides their gradient, at one at a time."""
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+    o2(model, optimizer, dtype=torch.bfloat16, loss_scale=1.0)
+    count = 0
+
+    def switch(frame: Any, event: str, _: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_name != "_share":
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        if event == "opcode" and count == number:
+            sys.settrace(None)
+            run_in_thread(lambda: (torch.ones(1, requires_grad=True) * 2).sum().backward())
+        return switch
+
+    for number in range(1, 50):
+        optimizer.zero_grad()
+        count = 0
+        with autoamp.scale_loss(model(torch.ones(1, 2)).square().sum(), optimizer) as scaled:
+            scaled.backward()
+            sys.settrace(switch)
+        sys.settrace(None)
+        assert all(param.grad is not None for param in (*model.parameters(), *masters(optimizer))), number
+    assert count < number
 
 
 def test_masters_put_no_hooks_at_parameters() -> None:
