@@ -66,7 +66,7 @@ class MasterWeights:
         # Weakly, since what stands at the optimizer's methods refers to this object.
         self._attached: list[weakref.ref[AttachedMethod]] = []
         self.add_missing_masters()
-        _living.add(self)
+        all_masters.add(self)
         self._wrappers, self._stop_watching = watch_wrappers(self)
         for method, instead in (("zero_grad", self._zero_grad), ("add_param_group", self._add_group)):
             if callable(getattr(optimizer, method, None)):
@@ -284,8 +284,8 @@ class MasterWeights:
             self._stop_watching()
 
 
-# All that are there, those of an `FP16_Optimizer` or of a suspended handle too: a pass may reach the parameters of any.
-_living: weakref.WeakSet[MasterWeights] = weakref.WeakSet()
+all_masters: Any = weakref.WeakSet()
+"""The `MasterWeights` of every optimizer of the process, also of an `FP16_Optimizer` or of a suspended handle."""
 
 
 @disable_in_dynamo
@@ -296,8 +296,11 @@ def before_pass() -> None:
     nothing. It is called where `torch.autograd.backward` is, while a handle is active, and by ``FP16_Optimizer``.
     """
     if current_graph_task() == -1:
-        for masters in list(_living):
-            masters.begin_pass()
+        # Copied by one call, as another thread may make an optimizer meanwhile.
+        for reference in list(all_masters.data):
+            masters = reference()
+            if masters is not None:
+                masters.begin_pass()
 
 
 def fit_state(optimizer: Any) -> None:

@@ -30,7 +30,7 @@ from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, to
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
-from autoamp.core.masters import before_pass
+from autoamp.core.masters import all_masters, before_pass
 from autoamp.core.optimizers import Guards
 from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Step, StepHistory
@@ -164,9 +164,12 @@ class NonFiniteSteps:
         optimizers = self._optimizers
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            before_pass()
+            compiling: bool = torch.compiler.is_compiling()
+            # In this order: Dynamo reads no set of weak references.
+            if compiling or all_masters.data:
+                before_pass()
             # A pass within a pass is a checkpoint's.
-            if torch.compiler.is_compiling() or current_graph_task() != -1:
+            if compiling or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
             if optimizers.steps.waiting:
                 optimizers.steps.waiting -= 1
