@@ -24,6 +24,7 @@ STATE = {
     "core/ranks.py _made": "a process group is a collective to make, and lives as long as the process",
     "core/block.py open_blocks": "optimizers of all handles, and those of none, ask whether a block is open",
     "core/attach.py _links": "a half parameter outlives the handle that gave it a master",
+    "core/masters.py all_masters": "a backward pass may reach half parameters of any handle, and those of none",
     "torch_private.py ASKED": "filled while the module is imported, and read by the tests",
     "torch_private.py MISSING": "as ASKED",
     "torch_private.py mkldnn": "stands for a module of torch; it has no state",
