@@ -82,7 +82,6 @@ from autoamp.core.loss_scale import make_scaler as make_scaler
 from autoamp.core.loss_scale import scale_ratio as scale_ratio
 from autoamp.core.loss_scale import scaled_loss as scaled_loss
 from autoamp.core.masters import MasterWeights as MasterWeights
-from autoamp.core.masters import before_pass as before_pass
 from autoamp.core.masters import fit_state as fit_state
 from autoamp.core.nonfinite import NonFiniteSteps as NonFiniteSteps
 from autoamp.core.optimizers import Guards as Guards

@@ -246,7 +246,7 @@ class ScaledBlock:
     """
 
     scale: Scale
-    _left_scaled: StillScaled
+    _still_scaled: StillScaled
 
     def __init__(self, guards: Iterable[StepGuard], scaler: LossScaler, *, delay_unscale: bool = False) -> None:
         self._guards = tuple(dict.fromkeys(guards))
@@ -284,7 +284,7 @@ class ScaledBlock:
             guard.grads.scale = self.scale
         for guard in guards:
             if guard.masters is not None:
-                guard.masters.before_backward()
+                guard.masters.prepare_reducer()
         open_blocks.open.number += 1
         for guard in guards:
             guard.in_block = True
@@ -350,7 +350,7 @@ class ScaledBlock:
             scaled: Made of it.
             still_scaled: Takes note of the parameters whose gradients a pass leaves scaled.
         """
-        self._left_scaled = still_scaled
+        self._still_scaled = still_scaled
         still_scaled.threads.add(threading.get_ident())
         # Of the scaled loss, in this block or in an earlier one of these optimizers that ended without an error.
         self._backward_seen = all(guard.backward_seen for guard in self._guards)
@@ -363,7 +363,7 @@ class ScaledBlock:
         self._loss_passed = True
 
     def _scaled_passes(self, _: Tensor) -> None:
-        self._backward_seen, still_scaled = True, self._left_scaled
+        self._backward_seen, still_scaled = True, self._still_scaled
         if self._has_ended:
             self._passes_late()
             return
@@ -382,7 +382,7 @@ class ScaledBlock:
     def _passes_late(self) -> None:
         """Refuse a pass that begins after the block has ended, where it would leave gradients scaled."""
         guards = [guard for reference in self._references if (guard := reference()) is not None]
-        others = self._left_scaled.others(guards, self.scale)
+        others = self._still_scaled.others(guards, self.scale)
         # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
         for guard in guards:
             others += [] if is_same_scale(guard.grads.scale, self.scale) else guard.grads.leaves()
@@ -392,7 +392,7 @@ class ScaledBlock:
         )
         if any(map(engine_reaches, others)):
             raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self.scale):g}: {reason}")
-        self._left_scaled.note_written(others, self.scale, reason)
+        self._still_scaled.note_written(others, self.scale, reason)
 
 
 # The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.

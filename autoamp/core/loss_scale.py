@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from autoamp.errors import CheckpointError, LossScaleError, UsageError, kind_of
+from autoamp.tensors import is_capturing
 from autoamp.torch_private import update_scale_
 
 Scale: TypeAlias = float | Tensor
@@ -81,7 +82,7 @@ class UnreadFlags:
 
     def serves(self, device: torch.device) -> bool:
         """Whether flags on a device are left unread. A captured CUDA graph would replay the same flags."""
-        if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and is_capturing():
             return False
         return device.type in self._device_types
 

@@ -60,6 +60,8 @@ class MasterWeights:
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, MasterLink]] = {}
+        # At half parameters, by id; None where passes are seen elsewhere.
+        self._hooks: dict[int, Any] | None = None
         self._stashed = _StashedGrads()
         self._replicated: list[_Replicated] = []
         self._asked: tuple[int, int] | None = None
@@ -77,7 +79,7 @@ class MasterWeights:
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each half parameter with its master, in the order in which they were adopted."""
+        """Each half parameter with its master, in the order in which they were found."""
         return [(half, link.master) for half, link in self._pairs.values()]
 
     def add_missing_masters(self, originals: Mapping[int, Tensor] | None = None) -> None:
@@ -93,6 +95,7 @@ class MasterWeights:
                         # None: of any dtype. What backward makes is half, as DistributedDataParallel's buckets want it.
                         parameter.grad_dtype = None
                         self._pairs[id(parameter)] = (parameter, link)
+                        self._hook(parameter, link)
                         params[index] = link.master
                         _move_state(optimizer, parameter, link.master)
 
@@ -130,6 +133,7 @@ class MasterWeights:
             master, grad = link.master, half.grad
             if half.requires_grad is not master.requires_grad:
                 master.requires_grad_(half.requires_grad)
+                self._hook(half, link)
             wide = master.grad
             if grad is wide and (link.shared is None if grad is None else link.shared and link.shared() is grad):
                 # `MasterLink.shares` written out: this is asked of each parameter several times in each step.
@@ -151,15 +155,32 @@ class MasterWeights:
         """Get gradients ready for a backward pass that begins now; see `before_pass`."""
         # Another thread may add a group.
         for half, link in list(self._pairs.values()):
-            grad = half.grad
-            if link.master.grad is not grad and link.shares(grad):
-                # The master's gradient was cleared or replaced: this one is of an earlier step.
-                _share(half, link, _unless_zeroed(link, grad, link.master.grad))
-            if id(half) in self._stashed.wanted:
-                self._stashed.put(half, link)
+            _before_accumulation(half, link, self._stashed)
+
+    def hear_passes(self) -> None:
+        """Get gradients ready at each half parameter as a pass reaches it, whoever begins the pass.
+
+        That is for an optimizer that may train without a handle. A handle sees `torch.autograd.backward`, once a pass.
+        """
+        hooks = self._hooks = {}
+        # Half parameters outlive an optimizer that is dropped.
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks.values()]).atexit = False
+        for half, link in self._pairs.values():
+            self._hook(half, link)
+
+    def _hook(self, half: Tensor, link: MasterLink) -> None:
+        if self._hooks is not None and half.requires_grad and id(half) not in self._hooks:
+            reference, stashed = weakref.ref(half), self._stashed
+
+            def hook(_: Tensor) -> None:
+                parameter = reference()
+                if parameter is not None:
+                    _before_accumulation(parameter, link, stashed)
+
+            self._hooks[id(half)] = half.register_hook(hook)
 
     @without_grad
-    def before_backward(self) -> None:
+    def prepare_reducer(self) -> None:
         """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
         Called as a block begins. Gradients accumulate in fp32. The reducer averages all that it finds in ``.grad``,
@@ -274,6 +295,8 @@ class MasterWeights:
             _move_state(optimizer, link.master, half)
             release_master(half)
             self._pairs.pop(id(half))
+            if self._hooks is not None and id(half) in self._hooks:
+                self._hooks.pop(id(half)).remove()
         if not self._pairs or only is None:
             for reference in self._attached:
                 attached = reference()
@@ -293,7 +316,7 @@ def before_pass() -> None:
     """Get the gradients of all half parameters of the process ready for a backward pass that begins now.
 
     This is the last moment at which a gradient of an earlier step is told from a new one. Within a pass it does
-    nothing. It is called where `torch.autograd.backward` is, while a handle is active, and by ``FP16_Optimizer``.
+    nothing. It is called where `torch.autograd.backward` is, while a handle is active.
     """
     if current_graph_task() == -1:
         # Copied by one call, as another thread may make an optimizer meanwhile.
@@ -375,6 +398,16 @@ def _share(half: Tensor, link: MasterLink, grad: Tensor | None) -> None:
     except RuntimeError:
         check_shapes(half, link.master)
         raise
+
+
+def _before_accumulation(half: Tensor, link: MasterLink, stashed: _StashedGrads) -> None:
+    """Get the gradient of a half parameter ready for one that is about to be added to it."""
+    grad = half.grad
+    if link.master.grad is not grad and link.shares(grad):
+        # The master's gradient was cleared or replaced: this one is of an earlier step.
+        _share(half, link, _unless_zeroed(link, grad, link.master.grad))
+    if id(half) in stashed.wanted:
+        stashed.put(half, link)
 
 
 def _unless_zeroed(link: MasterLink, grad: Tensor | None, replacement: Tensor | None) -> Tensor | None:

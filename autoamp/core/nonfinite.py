@@ -35,7 +35,7 @@ from autoamp.core.optimizers import Guards
 from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.tensors import iter_tensors, without_grad
+from autoamp.tensors import is_capturing, iter_tensors, without_grad
 from autoamp.torch_private import current_graph_task
 
 _VECTORS = 4
@@ -199,7 +199,7 @@ class NonFiniteSteps:
         flag = getattr(optimizer, "found_inf", None)
         self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
         self._optimizers.steps.last.flag = self._flag
-        if flag is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if flag is not None or is_capturing():
             return False
         step, waits, grads = self._optimizers.steps, self._action != "warn", []
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.

@@ -54,7 +54,7 @@ class Parts:
         regions: In regions of torch.autocast.
         steps: Around steps of optimizers.
         auto_scaling: Around backward passes that nobody scales.
-        nonfinite: Around losses and steps that no loss scale checks.
+        nonfinite: Around backward passes, and around losses and steps that no loss scale checks.
     """
 
     calls: ModuleCalls

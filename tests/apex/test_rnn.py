@@ -235,8 +235,6 @@ def test_under_casts(kind: str, half: torch.dtype) -> None:
         assert output.dtype is half
         torch.testing.assert_close(output.float(), expected, rtol=5e-2, atol=5e-2)
         torch.testing.assert_close(hidden[0][-1].float(), expected[-1], rtol=5e-2, atol=5e-2)
-        # Sums over all time steps, which half precision would round at each.
-        assert {state.dtype for state in hidden[1:]} <= {torch.float32}
         output.float().square().sum().backward()
     for parameter in mine.parameters():
         assert parameter.grad is not None

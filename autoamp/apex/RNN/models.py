@@ -72,24 +72,27 @@ class RNNCell(Module):
             the order of time.
         """
         self.init_hidden(input.shape[1])
+        # The input's part of the gates does not depend on the hidden state: one product for all time steps.
+        projected = self.project(input)
+        places = range(input.shape[0])
         assert self.hidden is not None
         # The model may have been cast since the last call.
-        hidden = (self.hidden[0].to(self.w_hh.dtype), *self.hidden[1:])
-        steps, states = input.unbind(), []
-        for step in reversed(steps) if reverse else steps:
-            hidden = self.advance(step, hidden)
+        hidden = (self.hidden[0].to(projected[0].dtype), *self.hidden[1:])
+        states = []
+        for place in reversed(places) if reverse else places:
+            hidden = self.advance(tuple(part[place] for part in projected), hidden)
             states.append(hidden)
         self.hidden = hidden
         if reverse:
             states.reverse()
         return torch.stack([state[0] for state in states]), states
 
-    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the weights as torch's functions of cells take them."""
-        return self.w_ih, self.w_hh, self.b_ih, self.b_hh
+    def project(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Return what is computed from the input alone: tensors of shape ``(time, batch, features)``."""
+        return (F.linear(input, self.w_ih, self.b_ih),)
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the next hidden state, the output first, from one time step of the input and the last state.
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the next hidden state, the output first, from one time step of `project`'s tensors and the last state.
 
         All shapes are ``(batch, features)``.
         """
@@ -107,27 +110,30 @@ class RNNCell(Module):
 class ReLUCell(RNNCell):
     """``h' = relu(W_ih x + b_ih + W_hh h + b_hh)``."""
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        return (torch.rnn_relu_cell(input, hidden[0], *self.weights()),)
+        return (torch.relu(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh)),)
 
 
 class TanhCell(RNNCell):
     """The network of Elman 1990: ``h' = tanh(W_ih x + b_ih + W_hh h + b_hh)``."""
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        return (torch.rnn_tanh_cell(input, hidden[0], *self.weights()),)
+        return (torch.tanh(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh)),)
 
 
 class GRUCell(RNNCell):
-    """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), as in `torch.nn.GRU`."""
+    """The gated recurrent unit of Cho et al. 2014 (arXiv:1406.1078), with the formula of `torch.nn.GRU`."""
 
     gates = 3
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        return (torch.gru_cell(input, hidden[0], *self.weights()),)
+        input_reset, input_update, input_new = projected[0].chunk(3, -1)
+        reset, update, new = F.linear(hidden[0], self.w_hh, self.b_hh).chunk(3, -1)
+        candidate = torch.tanh(input_new + torch.sigmoid(input_reset + reset) * new)
+        return (candidate + torch.sigmoid(input_update + update) * (hidden[0] - candidate),)
 
 
 class LSTMCell(RNNCell):
@@ -136,19 +142,9 @@ class LSTMCell(RNNCell):
     gates = 4
     n_hidden_states = 2
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        return self.gated(input, hidden[0], hidden[1])
-
-    def gated(self, input: Tensor, output: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next output, in the dtype of the gates, and the next cell state, in the wider one of the two.
-
-        `torch.lstm_cell` would round the cell state to half precision under casts.
-        """
-        gates = F.linear(input, self.w_ih, self.b_ih) + F.linear(output, self.w_hh, self.b_hh)
-        enter, forget, new, leave = gates.chunk(4, -1)
-        following = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
-        return (torch.sigmoid(leave) * torch.tanh(following)).to(gates.dtype), following
+        return _lstm(projected[0] + F.linear(hidden[0], self.w_hh, self.b_hh), hidden[1])
 
 
 class mLSTMCell(LSTMCell):
@@ -164,10 +160,21 @@ class mLSTMCell(LSTMCell):
         self.w_mhh = Parameter(torch.empty(hidden_size, hidden_size))
         self.reset_parameters()
 
-    def advance(self, input: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def project(self, input: Tensor) -> tuple[Tensor, ...]:
+        """See `RNNCell.project`."""
+        return (*super().project(input), F.linear(input, self.w_mih))
+
+    def advance(self, projected: tuple[Tensor, ...], hidden: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See `RNNCell.advance`."""
-        product = F.linear(input, self.w_mih) * F.linear(hidden[0], self.w_mhh)
-        return self.gated(input, product, hidden[1])
+        product = projected[1] * F.linear(hidden[0], self.w_mhh)
+        return _lstm(projected[0] + F.linear(product, self.w_hh, self.b_hh), hidden[1])
+
+
+def _lstm(gates: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next hidden state, in the gates' dtype, and the next cell state, in the wider one of the two."""
+    enter, forget, new, leave = gates.chunk(4, -1)
+    following = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
+    return (torch.sigmoid(leave) * torch.tanh(following)).to(gates.dtype), following
 
 
 class _Network(Module):

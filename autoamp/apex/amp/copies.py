@@ -33,7 +33,8 @@ def check(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name not in _REMEDIES:
             raise TypeError(f"initialize() got an unexpected keyword argument {name!r}")
-        if _REMEDIES[name] and not (name == "combine_ddp" and not as_flag(name, value)):
+        is_asked = as_flag(name, value) if name == "combine_ddp" else True
+        if _REMEDIES[name] and is_asked:
             raise UsageError(f"{name}={value!r} is not taken; {_REMEDIES[name]}")
     if given:
         logger.info("initialize: %s have no effect, gradients are unscaled in one pass anyway", ", ".join(given))

@@ -26,7 +26,6 @@ from autoamp.core import (
     ScaledBlock,
     ScalesItself,
     StepGuard,
-    before_pass,
     current_runtime,
     is_optimizer,
     joint_norm,
@@ -54,7 +53,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         dynamic_loss_args: For a dynamic scale: ``init_scale`` (default 2**16), ``scale_factor`` (2), by which an
             overflow divides the scale, and ``scale_window`` (2000), the number of steps without an overflow after which
             the scale is multiplied by it.
-        verbose: Has no effect, and exists because Apex has it. StepHistory are logged to ``autoamp.core``.
+        verbose: Has no effect, and exists because Apex has it. Skips are logged to ``autoamp.core``.
 
     Attributes:
         optimizer: The optimizer given, whose ``param_groups`` and ``state`` are this one's too.
@@ -96,6 +95,8 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
+        # Of a pass that the program begins itself, while no handle is active, nobody else hears.
+        self._masters.hear_passes()
         self._guard = StepGuard(init_optimizer, _owner, masters=self._masters)
         self.loss_scaler = scaler
         if runtime is not None:
@@ -194,7 +195,6 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
                 block.watch(loss, scaled, runtime.optimizers.still_scaled)
-            before_pass()
             scaled.backward(retain_graph=retain_graph)
 
     def update_master_grads(self) -> None:

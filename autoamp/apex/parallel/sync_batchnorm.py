@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.apex.parallel.distributed import has_group
+from autoamp.errors import UsageError
 from autoamp.torch_private import MODULES_OF_BATCH_NORM
 
 # The base class of torch's batch norms, which has no public name.
@@ -82,56 +83,100 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             return _BatchNorm.forward(self, input)
         if input.is_cuda:
             return torch.nn.SyncBatchNorm.forward(cast("torch.nn.SyncBatchNorm", self), input)
-        return self._normalised_here(input)
-
-    def _normalised_here(self, input: Tensor) -> Any:
-        """Return the input normalised by what all processes have, computed in fp32, or in fp64 for an fp64 input."""
-        dims, shape = [dim for dim in range(input.dim()) if dim != 1], [1, -1, *[1] * (input.dim() - 2)]
-        wide = input if input.dtype is torch.float64 else input.float()
-        # The sums, and how many values each is of, in one collective.
-        sums = torch.cat([wide.sum(dims), wide.new_tensor([input.numel() / input.shape[1]])]).double()
-        total, count = _summed(sums, self.process_group).split([self.num_features, 1])
-        if count.item() <= 1:
-            raise ValueError(
-                f"Expected 2 or more values per channel over all processes, got {int(count)}. Use a larger batch"
-            )
-        mean = (total / count).to(wide.dtype)
-        centered = wide - mean.view(shape)
-        # The mean of squares minus the square of the mean would need no second collective, but loses digits.
-        squares = _summed(centered.square().sum(dims).double(), self.process_group)
-        variance = (squares / count).to(wide.dtype)
-        output = centered * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            output = output * self.weight.view(shape) + self.bias.view(shape)
+        output, mean, variance = _Synced.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         if self.track_running_stats and self.running_mean is not None:
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
                 momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-                self.running_var.lerp_((squares / (count - 1)).to(self.running_var.dtype), momentum)
-        return output.to(input.dtype)
+                self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        return output
 
 
-class _Summed(torch.autograd.Function):
-    """The sum of a tensor over the processes of a group. Its gradient is the sum of their gradients."""
+class _Synced(torch.autograd.Function):
+    """Batch norm over all processes of a group: one collective forward, one backward.
+
+    Its gradients are those of Ioffe and Szegedy 2015 (arXiv:1502.03167, section 3), with means over all processes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
-        """Return the sum, the same on all processes."""
-        ctx.group = group
-        total = own.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, norm: SyncBatchNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the normalised input, and the mean and unbiased variance of all processes.
+
+        Both are computed in fp32, or in fp64 for an fp64 input.
+        """
+        mean, variance, count = _of_all(input, norm.process_group)
+        if count <= 1:
+            raise ValueError(
+                f"Expected 2 or more values per channel over all processes, got {int(count)}. Use a larger batch"
+            )
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        shift = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+        # With statistics that are given, in one pass; not by its name in `torch`, which may be patched.
+        plain = torch.ops.aten.native_batch_norm.default
+        output, *_ = plain(input, scale, shift, mean, variance, False, 0.0, norm.eps)
+        ctx.save_for_backward(input, weight, bias, mean, torch.rsqrt(variance + norm.eps))
+        ctx.norm, ctx.count = norm, count
+        unbiased = variance * (count / (count - 1))
+        ctx.mark_non_differentiable(mean, unbiased)
+        return output, mean, unbiased
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Return the gradient of the tensor, which has derivatives too."""
-        return _summed(grads[0], ctx.group), None
+        """Return the gradients of the input, over all processes, and of the weight and the bias, of this one.
+
+        Raises:
+            UsageError: A graph of the backward pass is wanted.
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "SyncBatchNorm over several processes has no second derivatives, nor has torch's; leave out "
+                "create_graph=True, or use torch.nn.BatchNorm2d"
+            )
+        input, weight, bias, mean, rstd = ctx.saved_tensors
+        dims, shape = _around_channels(input)
+        centred = input - mean.view(shape)
+        own = torch.stack([grads[0].sum(dims, dtype=mean.dtype), (grads[0] * centred).sum(dims)])
+        means = own.clone()
+        dist.all_reduce(means, group=ctx.norm.process_group)
+        means /= ctx.count
+        centred.mul_((means[1] * rstd * rstd).view(shape)).add_(means[0].view(shape))
+        factor = rstd if weight is None else rstd * weight
+        of_input = (grads[0] - centred).mul_(factor.view(shape)).to(input.dtype)
+        of_weight = None if weight is None else (own[1] * rstd).to(weight.dtype)
+        return of_input, of_weight, None if bias is None else own[0].to(bias.dtype), None
 
 
-def _summed(own: Tensor, group: Any) -> Tensor:
-    total: Tensor = _Summed.apply(own, group)  # type: ignore[no-untyped-call]
-    return total
+def _around_channels(input: Tensor) -> tuple[list[int], list[int]]:
+    """Return all dimensions but the channels', and the shape that spreads channels over the input."""
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    return dims, [-1 if dim == 1 else 1 for dim in range(input.dim())]
+
+
+def _of_all(input: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:
+    """Return the mean and the biased variance of each channel, over all processes, and the count of values.
+
+    Those of several batches are put together by Chan, Golub and LeVeque 1979 (STAN-CS-79-773).
+    """
+    dims, shape = _around_channels(input)
+    own_count = input.numel() // input.shape[1]
+    wide = input if input.dtype is torch.float64 else input.float()
+    mean = wide.sum(dims) / own_count if own_count else wide.new_zeros(input.shape[1])
+    # The mean of squares minus the square of the mean would need no second pass, but loses digits.
+    own = mean, (wide - mean.view(shape)).square().sum(dims) / max(1, own_count)
+    packed = torch.cat([*own, own[0].new_tensor([float(own_count)])])
+    gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, packed, group=group)
+    # Of an empty batch there is nothing to read; in fp64, since there are but few numbers.
+    parts = torch.stack(gathered)
+    parts = parts[parts[:, -1] > 0].double()
+    means, variances, counts = parts.split([len(mean), len(mean), 1], 1)
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / count
+    return mean.to(packed.dtype), variance.to(packed.dtype), float(count)
 
 
 def convert_syncbn_model(module: Module, process_group: Any = None, channel_last: bool = False) -> Module:

@@ -114,12 +114,6 @@ NORMS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 FAR = 1e6
 
 
-def twice(norm: nn.Module, given: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a penalty on the gradient of what a norm computes."""
-    (grad,) = torch.autograd.grad(norm.double()(given).cos().sum(), given, create_graph=True)
-    return torch.autograd.grad(grad.square().sum(), given)[0]
-
-
 def normed(rank: int) -> dict[str, Any]:
     """Normalize twice, in uneven parts, in fp32 and in half precision."""
     found: dict[str, Any] = {}
@@ -133,7 +127,10 @@ def normed(rank: int) -> dict[str, Any]:
             state = {key: value.clone() for key, value in norm.state_dict().items()}
             found[f"{name} {dtype}"] = output.detach(), part.grad, grads_of(norm), state
     part = part_of(given_to("plain", 0).double(), rank).requires_grad_()
-    found["twice"] = twice(parallel.SyncBatchNorm(4), part)
+    try:
+        torch.autograd.grad(parallel.SyncBatchNorm(4).double()(part).cos().sum(), part, create_graph=True)
+    except UsageError as error:
+        found["twice"] = str(error)
     stopped = parallel.SyncBatchNorm(4)
     stopped.track_running_stats = False
     stopped(part_of(given_to("plain", 0), rank))
@@ -268,9 +265,8 @@ def test_sync_batch_norm_is_that_of_the_whole_batch(ranks: list[Any], name: str,
         torch.testing.assert_close(part[3], dict(plain.state_dict()), rtol=1e-4, atol=1e-4)
 
 
-def test_second_derivatives_are_those_of_the_whole_batch(ranks: list[Any]) -> None:
-    expected = twice(nn.BatchNorm1d(4), given_to("plain", 0).double().requires_grad_())
-    torch.testing.assert_close(torch.cat([found["normed"]["twice"] for found in ranks]), expected)
+def test_second_derivatives_are_refused(ranks: list[Any]) -> None:
+    assert all("create_graph=True" in found["normed"]["twice"] for found in ranks)
 
 
 def test_a_rank_without_values_takes_part(ranks: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import threading
 import warnings
@@ -487,12 +488,12 @@ PASSES: dict[str, Callable[[Tensor], None]] = {
 
 
 @pytest.mark.parametrize("how", ["none", "zeros in place", "other zeros"])
-@pytest.mark.parametrize("way", [*PASSES, "in a block", "FP16_Optimizer"])
+@pytest.mark.parametrize("way", [*PASSES, "in a block", "FP16_Optimizer", "FP16_Optimizer, plain"])
 def test_a_pass_begins_from_nothing_where_the_gradients_of_masters_were_dropped(way: str, how: str) -> None:
     torch._dynamo.reset()
     model = network()
     optimizer: Any = sgd(model.parameters(), lr=0.0)
-    if way == "FP16_Optimizer":
+    if "FP16" in way:
         optimizer = FP16_Optimizer(sgd(model.half().parameters(), lr=0.0))
     else:
         o2(model, optimizer, loss_scale=1.0)
@@ -502,9 +503,9 @@ def test_a_pass_begins_from_nothing_where_the_gradients_of_masters_were_dropped(
         if way == "FP16_Optimizer":
             before()
             optimizer.backward(loss)
-        elif way in PASSES:
+        elif way in PASSES or "plain" in way:
             before()
-            PASSES[way](loss)
+            PASSES.get(way, Tensor.backward)(loss)
         else:
             with autoamp.scale_loss(loss, optimizer) as scaled:
                 before()
@@ -593,6 +594,19 @@ def test_a_pass_of_another_thread_in_the_middle_keeps_gradients() -> None:
         sys.settrace(None)
         assert all(param.grad is not None for param in (*model.parameters(), *masters(optimizer))), number
     assert count < number
+
+
+def test_an_fp16_optimizer_has_a_hook_at_each_parameter_as_long_as_it_lives() -> None:
+    model = network().half()
+    for _ in range(3):
+        optimizer = FP16_Optimizer(sgd(model.parameters()))
+        for _ in range(2):
+            optimizer.backward(model(data()[0].half()).float().square().mean())
+            optimizer.step()
+        assert hooked(model) == [1] * 4
+    del optimizer
+    gc.collect()
+    assert hooked(model) == [0] * 4
 
 
 def test_masters_put_no_hooks_at_parameters() -> None:
