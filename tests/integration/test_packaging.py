@@ -136,7 +136,9 @@ def test_source_distribution_holds_the_tree(built: Path) -> None:
 
 def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
     (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = importlib.metadata.PathDistribution(zipfile.Path(wheel, name.removesuffix("METADATA"))).metadata
+    # `zipfile.Path` adds folders to the object that it is given, which other tests extract.
+    with zipfile.ZipFile(str(wheel.filename)) as own:
+        metadata = importlib.metadata.PathDistribution(zipfile.Path(own, name.removesuffix("METADATA"))).metadata
     assert metadata["Name"] == "autoamp"
     assert metadata["Version"] == autoamp.__version__
     assert metadata["License-Expression"] == "BSD-3-Clause"
