@@ -310,6 +310,14 @@ def trace_as(traced: Callable[..., Any]) -> Callable[[T], T]:
     return lambda function: trace_instead(function, traced)
 
 
+def is_known_true(comparison: Any) -> bool:
+    """Whether a comparison of traced sizes holds whatever the dynamic ones are. It adds no guard."""
+    # Late, since it imports sympy. What traces has imported it.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(comparison)
+
+
 REGION_OF_GRAPH: Any = _find("torch.amp.autocast_mode._UnmanagedAutocast", ())
 """The class of the autocast regions that a graph enters as it runs; () where there is none."""
 

@@ -7,11 +7,12 @@
   saved and loaded.
 - Attention runs on a CPU in fp32 where torch's half kernel is slower, with a half result all the same. The lists'
   functions do so where they cast, and a function of its own does for half models, whose functions do not cast. The
-  choice depends on the dtype and the number of tokens, never on whether gradients are recorded: a model computes the
-  same bits while it trains and under `torch.no_grad`. Measured on an x86 CPU without AMX, one thread, heads of 32 and
-  64, casts included: with its backward pass attention in fp32 takes of bf16's time 0.32 at 32 tokens, 0.46 at 64, 0.63
-  at 128, 0.96 at 192 and 1.0 at 256; of fp16's 0.2 or less at any length, without the backward pass 0.5. Of a
-  transformer's training step (width 512, 8 x 64 tokens) that is 10 %.
+  choice depends on the dtype and the shapes, never on whether gradients are recorded: a model computes the same bits
+  while it trains and under `torch.no_grad`. Measured on an x86 CPU without AMX, one thread, heads of 64, casts
+  included: with its backward pass attention in fp32 takes of bf16's time 0.25 at 32 tokens, 0.33 at 128, 0.5 at 256 to
+  2,048, without it 0.6 to 0.9; on another one 0.32, 0.63, and 1.0 from 256 tokens on. Of fp16's it takes 0.2 or less,
+  without the backward pass 0.5. Of a transformer's training step (width 512, 8 x 64 tokens) that is 10 %. Tiny ones,
+  of 2 x 4 heads and 4 tokens, take 1.2 to 1.5 times as long: there the casts are most of it.
 - Recurrent layers have their input checked, and get a half copy of their weights in one flat tensor, in the layout that
   cuDNN takes as it is. Of weights that were cast one by one torch would make that layout at each call, with a copy of
   each and a warning.
@@ -44,8 +45,10 @@ from autoamp.torch_private import (
     in_function_mode,
     is_any_autocast_enabled,
     is_intercepted,
+    is_known_true,
     is_transformed,
     schema_of,
+    trace_as,
     tracing_state,
 )
 
@@ -211,7 +214,21 @@ def _is_decided(code: Any) -> bool:
     return any(use.offset > 0 and _PRODUCT.match(use.user.kind()) for use in uses)
 
 
-_LONGEST_IN_BF16 = 128
+# How many products the scores of an attention have, where its casts begin to take less time than they save.
+_FEWEST_PRODUCTS = 2**14
+
+
+def _is_tiny_traced(query: Tensor, key: Tensor) -> bool:
+    return is_known_true(query.numel() * key.size(-2) < _FEWEST_PRODUCTS)
+
+
+@trace_as(_is_tiny_traced)
+def _is_tiny(query: Tensor, key: Tensor) -> bool:
+    tiny: Any = query.numel() * key.size(-2) < _FEWEST_PRODUCTS
+    # torch.export calls this with sizes that it leaves open.
+    return tiny if type(tiny) is bool else is_known_true(tiny)
+
+
 _NAMES = ("query", "key", "value")
 
 
@@ -236,7 +253,7 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
         # Where casts are off only a half model's attention comes in half.
         if query.dtype is torch.float32 and casts.thread.now().on is not True:
             return NotImplemented
-        if not in_fp16 and max(query.size(-2), key.size(-2)) > _LONGEST_IN_BF16:
+        if not in_fp16 and _is_tiny(query, key):
             return NotImplemented
         new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
         return original(*new, **kwargs).to(casts.dtype)
