@@ -13,7 +13,6 @@ from torch.nn import Module
 
 from autoamp.core import (
     HALF_MODEL,
-    BufferWrites,
     Handle,
     LossScaler,
     ModelBoundary,
@@ -243,8 +242,7 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
             runtime.models.boundaries.replace(part, ModelBoundary(*inside))
         kind, casts = (torch.float32, False) if model in kept else (kind, casts)
         has_doubles = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))
-        buffers = BufferWrites(runtime.models.buffer_losses) if level.casts_models else None
-        dtypes = ModelBoundary(kind, outputs or torch.float32, casts, not has_doubles, buffers)
+        dtypes = ModelBoundary(kind, outputs or torch.float32, casts, not has_doubles)
     if dtypes != ModelBoundary():
         for called in _called_parts(model):
             is_kept = called is not model and called in kept

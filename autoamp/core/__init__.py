@@ -51,7 +51,6 @@ from autoamp.core.gradients import widened as widened
 from autoamp.core.guard import OverflowCheck as OverflowCheck
 from autoamp.core.guard import StepGuard as StepGuard
 from autoamp.core.guard import read_checks as read_checks
-from autoamp.core.half_models import BufferWrites as BufferWrites
 from autoamp.core.half_models import CastModels as CastModels
 from autoamp.core.half_models import ModelBoundary as ModelBoundary
 from autoamp.core.handle import BaseHandle as BaseHandle

@@ -441,7 +441,7 @@ class ModuleCalls:
                     masters_to_model()
                 told = [begun(self, args, kwargs) for begun in listeners.call_begun]
             tokens: list[Token] = []
-            dtypes, look, keeps_casts, widens, is_bare = None, None, False, False, False
+            dtypes, keeps_casts, widens, is_bare = None, False, False, False
             try:
                 try:
                     if in_modules or has_rules or precisions.any or boundaries.values:  # modules are not alike
@@ -449,8 +449,6 @@ class ModuleCalls:
                         if dtypes is not None:
                             args, kwargs = cast_structure((args, kwargs), dtypes.inputs, doubles=dtypes.doubles)
                             tokens += dtypes.switch(casts)
-                            if not compiling() and dtypes.buffers is not None:
-                                look = dtypes.buffers.begin(self)
                         # `initialize` looks up the paths of models that it casts.
                         outermost = has_rules and not compiling() and local.param_casts is None and dtypes is None
                         if outermost and (in_modules or local.now().on is True):
@@ -481,8 +479,6 @@ class ModuleCalls:
                         local.reset(tokens.pop())
                 if widens:
                     outputs = _cast_nested(outputs, casts.to_fp32)
-                if look is not None:
-                    look()
                 result = outputs if dtypes is None else cast_structure(outputs, dtypes.outputs)
                 return result
             finally:

@@ -141,9 +141,9 @@ class HalfLosses:
     Attributes:
         active: Whether it looks.
         rows: What was found as plain values, the last of each kind, optimizer and group. ``kind`` is ``"updates"``,
-            ``"optimizer state"`` or ``"gradient sums"``. ``step`` is the number of the optimizer's step, from 1, and
-            ``optimizer`` its class. ``group`` is the index of the group, of updates alone. ``sentence`` says what was
-            lost, and ``remedy`` what to do.
+            ``"optimizer state"``, ``"gradient sums"``, or ``"buffer counts"`` by `BufferWrites`. ``step`` is the number
+            of the optimizer's step, from 1, and ``optimizer`` its class. ``group`` is the index of the group, of
+            updates alone. ``sentence`` says what was lost, and ``remedy`` what to do.
         lost: The ids of the half parameters that lost updates.
         seen: The ids of all half parameters that were looked at.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module
 
 from autoamp.core import BaseHandle as CoreHandle
-from autoamp.core import Guards, Listeners, Looks, Runtime, Step, handles, is_count, listen, runtime_of
+from autoamp.core import CastModels, Guards, Listeners, Looks, Runtime, Step, handles, is_count, listen, runtime_of
 from autoamp.core import Handle as EnabledHandle
 from autoamp.core import NoOpHandle as DisabledHandle
 from autoamp.errors import UsageError, kind_of
@@ -45,7 +45,7 @@ class Diagnostics(Looks):
     observation: Observation
     overflows: OverflowTrace
     _optimizers: Guards
-    _buffer_losses: list[dict[str, Any]]
+    _models: CastModels
 
     def __init__(self) -> None:
         self.call_counts: Counts | None = None
@@ -64,7 +64,7 @@ class Diagnostics(Looks):
         )
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
-        self._optimizers, self._buffer_losses = runtime.optimizers, runtime.models.buffer_losses
+        self._optimizers, self._models = runtime.optimizers, runtime.models
 
     def end(self) -> None:
         """Stop the recording, and end all observers: torch was restored for good."""
@@ -81,7 +81,7 @@ class Diagnostics(Looks):
         """Return a recording that has not begun; see `BaseHandle.record`."""
         half_losses = self.half_losses or HalfLosses()
         return ReportRecording(
-            self._optimizers, self.overflows, self.followers, half_losses, self._buffer_losses, sample=sample
+            self._optimizers, self.overflows, self.followers, half_losses, self._models, sample=sample
         )
 
 

@@ -68,7 +68,10 @@ def follow(part: Any, x: Tensor) -> None:
 def initialize(model: nn.Module, level: str = "O2", half: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return autoamp.initialize(model, opt_level=level, dtype=half, device_type="cpu", verbosity=0, **options)
+        model = autoamp.initialize(model, opt_level=level, dtype=half, device_type="cpu", verbosity=0, **options)
+    handle: Any = autoamp.current_handle()
+    handle.record()
+    return model
 
 
 def around(part: nn.Module) -> nn.Sequential:
@@ -121,7 +124,6 @@ def test_what_adds_up_in_half_is_told_with_what_makes_it_exact(name: str, level:
     make, names = WRITES[name]
     model = initialize(around(make()), level, half)
     handle: Any = autoamp.current_handle()
-    handle.record()
     (told,) = warnings_of(model, 16)
     (row,) = handle.report()["half_losses"]
     assert (row["kind"], f"{row['sentence']}. {row['remedy']}") == ("buffer counts", told)
@@ -203,6 +205,25 @@ QUIET: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", QUIET)
 def test_other_buffers_are_not_told(name: str, level: str, half: torch.dtype) -> None:
     assert warnings_of(initialize(QUIET[name](), level, half), 64) == []
+
+
+def test_nothing_is_looked_at_unless_it_is_recorded(half: torch.dtype) -> None:
+    model = autoamp.initialize(around(WRITES["quantizer"][0]()), opt_level="O2", dtype=half, verbosity=0)
+    assert warnings_of(model, 16) == []
+    handle: Any = autoamp.current_handle()
+    with handle.record():
+        assert len(warnings_of(model, 16)) == 1
+    model = autoamp.initialize(around(WRITES["count"][0]()), opt_level="O2", dtype=half, verbosity=0)
+    assert warnings_of(model, 16) == []
+
+
+def test_models_within_models_are_told_once(half: torch.dtype) -> None:
+    inner = around(WRITES["count"][0]())
+    members = nn.ModuleList([inner, nn.Sequential(inner)])
+    lists = {"modules": {"1": "fp32", "1.0": "fp16"}}
+    for model, called in ((members, inner), (nn.Sequential(around(inner)), None)):
+        made = initialize(model, half=half, **({"lists": lists} if called else {}))
+        assert len(warnings_of(called or made, 16)) == 1
 
 
 def test_writes_between_calls_are_not_told() -> None:
