@@ -121,11 +121,15 @@ def test_a_tuned_list_means_the_same_alone(
     project: str, script: Path, forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It extends what the runs used: a list of the environment, and that of the project, in a parent folder or here."""
+    # The parent folder of `script` is that of other tests too.
+    inner = script.parent / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
     head = "[tool.autoamp]" if project == "pyproject.toml" else "schema = 1"
     Path(project).write_text(f'{head}\nfp32 = ["tanh"]\n')
     Path("more.toml").write_text('schema = 1\nfp32 = ["sin"]\n')
     monkeypatch.setenv("AUTOAMP_LISTS", "more.toml")
-    script.write_text(SCRIPT)
+    Path("script.py").write_text(SCRIPT)
     arguments = [*ON_CPU, "--budget", "60s", "--seeds", "1", "--survey-steps", "2"]
     assert main(["tune", "--metric", "loss", *arguments, "script.py"]) == 0
     assert tomllib.loads(Path("autoamp.toml").read_text())["extends"] == ["default", project, "more.toml"]
