@@ -133,7 +133,7 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
         for model in models:
             _set_up_model(runtime, setup, model)
         runtime.optimizers.use_scalers(setup.scalers, optimizers)
-        # After the models: `state_dict` is patched only if one has its own dtypes by now (`CastModels.is_listening`).
+        # After the models: `state_dict` is patched only if one has its own dtypes by now (`CastModels.active`).
         set_handle(handle)
         for model in () if level.casts_models else models:
             runtime.precisions.override_paths(model)

@@ -89,19 +89,13 @@ class AutoScale:
         self._yielded_to = None
         self.active = True
         self._optimizers.sites.update()
-        self.started()
+        self.guard_all()
         return self
 
-    @property
-    def is_listening(self) -> bool:
-        """Whether it was started, and not stopped since."""
-        return self.active
-
-    def started(self) -> None:
+    def guard_all(self) -> None:
         """Guard the optimizers that are there."""
-        if self.active:
-            for optimizer in living_optimizers_and_modules()[0]:
-                self.optimizer_made(optimizer)
+        for optimizer in living_optimizers_and_modules()[0]:
+            self.optimizer_made(optimizer)
 
     def stop(self) -> None:
         """Scale nothing any more. The optimizers stay guarded, for verdicts that their next step is to read."""
@@ -306,7 +300,7 @@ class OptimizerSteps:
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some."""
-        if self._optimizers.sites.active:
+        if self._optimizers.casts.enabled:
             self._optimizers.optimizer_made(optimizer)
 
     def around_step(self, step: Any) -> Any:
@@ -316,7 +310,7 @@ class OptimizerSteps:
         @functools.wraps(step)
         def guarded_step(self_: Any, *args: Any, **kwargs: Any) -> Any:
             # Somebody may have kept this replacement.
-            if not self._optimizers.sites.active or compiling() or id(self_) in self._optimizers.running:
+            if not self._optimizers.casts.enabled or compiling() or id(self_) in self._optimizers.running:
                 return step(self_, *args, **kwargs)
             return self._step(step, self_, args, kwargs)
 
@@ -330,7 +324,7 @@ class OptimizerSteps:
 
         @functools.wraps(make)
         def make_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._optimizers.sites.active:
+            if not self._optimizers.casts.enabled:
                 return make(optimizer, *args, **kwargs)
             guard, running = guard_before(optimizer), self._optimizers.running
             if guard is not None and guard.masters is not None:

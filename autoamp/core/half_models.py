@@ -149,7 +149,7 @@ class CastModels:
         self._optimizers.add(optimizer)
 
     @property
-    def is_listening(self) -> bool:
+    def active(self) -> bool:
         """Whether there are models, or copies of them."""
         return self.boundaries.any
 

@@ -290,10 +290,9 @@ def load_table(
         layers.add([item for item in paths.split(os.pathsep) if item], origin, here)
     if lists is not None:
         layers.add(lists, RuleSource("lists=", None, False), here)
-    if not layers.base_chosen:
-        layers.add_base(base, RuleSource("base=", None, False), here, ())
-    packages = (table for _, table in package_tables()) if layers.bases else ()
-    return _merged((*layers.bases.values(), *packages, *layers.own), device_type)
+    bases = layers.bases.values() if layers.base_chosen else (shipped_table(base, device_type),)
+    packages = (table for _, table in package_tables()) if bases else ()
+    return _merged((*bases, *packages, *layers.own), device_type)
 
 
 def package_tables() -> list[tuple[PackageList, CastTable]]:
@@ -322,8 +321,9 @@ def _read_package(package: PackageList) -> CastTable:
     return found.own
 
 
+@functools.cache
 def shipped_table(name: str, device_type: str | None = None) -> CastTable:
-    """Return one shipped set with what it extends, and nothing of any project.
+    """Return one shipped set with what it extends, and nothing of any project; these do not change in a process.
 
     Args:
         name: The set's name.
@@ -333,7 +333,7 @@ def shipped_table(name: str, device_type: str | None = None) -> CastTable:
         ListFileError: There is no such set.
     """
     layers = _Layers()
-    layers.add_base(name, RuleSource("shipped_table", None, False), Path.cwd(), ())
+    layers.add_base(name, RuleSource("base=", None, False), Path(), ())
     return _merged(layers.bases.values(), device_type)
 
 
@@ -346,13 +346,14 @@ def half_model_table(table: CastTable, device_type: str | None = None) -> CastTa
         device_type: As for `load_table`.
     """
     of_sets = {f"lists/{name}.toml" for name in shipped_sets()}
+    if not of_sets.intersection(table.sources):
+        return table
     own = CastTable(
         tuple(rule for rule in table.rules if not (rule.origin.shipped and rule.origin.path in of_sets)),
         table.modules,
         tuple(name for name in table.sources if name not in of_sets),
     )
-    base = shipped_table("o2", device_type) if of_sets.intersection(table.sources) else CastTable()
-    return base.overlaid(own)
+    return shipped_table("o2", device_type).overlaid(own)
 
 
 def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:

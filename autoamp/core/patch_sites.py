@@ -265,12 +265,10 @@ class PatchSites:
 
     Attributes:
         parts: The parts that are told; None for none. Not to be set while torch is patched.
-        active: Whether the handle is active.
     """
 
     def __init__(self) -> None:
         self.parts: Parts | None = None
-        self.active = False
         # What `patch` was given, None where torch is not patched; and the patches of the sites that `update` patched.
         self._patches: PatchSet | None = None
         self._later = PatchSet()
@@ -299,6 +297,8 @@ class PatchSites:
             replaced |= _replace(parent, name, build, patches)
         for module in LATE_MODULES:
             patches.when_imported(module, lambda _: self.update())
+        if self.parts is not None and self.parts.auto_scaling.active:
+            self.parts.auto_scaling.guard_all()
         return replaced
 
     def update(self) -> None:
@@ -312,28 +312,21 @@ class PatchSites:
                             _replace(parent, name, build, self._later)
 
     def restore(self) -> None:
-        """Restore what is not in the patches that `patch` was given."""
+        """Restore what is not in the patches that `patch` was given. Waits for the flags of steps that were not read.
+
+        What is told of steps may be a warning, which a filter makes an error.
+        """
         # Another thread may be within `update`.
         with writing:
-            self._patches = None
+            was_patched, self._patches = self._patches is not None, None
             self._patched.clear()
             self._stepped.clear()
             while self._cells:
                 cell, original = self._cells.pop()
                 cell.cell_contents = original
             self._later.restore()
-
-    def started(self) -> None:
-        """Torch was patched: the handle is active."""
-        self.active = True
-        if self.parts is not None:
-            self.parts.auto_scaling.started()
-
-    def stopped(self) -> None:
-        """Torch is about to be restored, for a while or for good. Waits for the flags that were not read."""
-        self.active = False
-        if self.parts is not None:
-            self.parts.nonfinite.catch_up()
+            if was_patched and self.parts is not None:
+                self.parts.nonfinite.catch_up()
 
     def _sites(self) -> Iterator[Place]:
         """Yield the sites that this torch has and at which a part listens; `torch_private` says what goes without.
@@ -342,7 +335,7 @@ class PatchSites:
         """
         for site in () if self.parts is None else sites(self.parts, lambda optimizer: self._reach(type(optimizer))):
             # Parts that only listen at times say so.
-            is_heard = any(getattr(getattr(tell, "__self__", None), "is_listening", True) for tell in site.told)
+            is_heard = any(getattr(getattr(tell, "__self__", None), "active", True) for tell in site.told)
             if site.parent is not None and site.name is not None and is_heard:
                 yield site.parent, site.name, functools.partial(site.build, told=site.told)
 

@@ -195,10 +195,11 @@ class PatchedTorch:
             self.in_place = True
         self._registered = list(registered)
         self.skipped_rules = tuple(dict.fromkeys((*expansion.skipped, *within.skipped)))
-        sites.started()
-        log.log(
-            # A program that has not set up logging shows warnings alone.
-            logging.WARNING if settings.verbose else logging.DEBUG,
+        # A program that has not set up logging shows warnings alone.
+        level = logging.WARNING if settings.verbose else logging.DEBUG
+        if log.isEnabledFor(level):
+            log.log(
+            level,
             "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
             settings.dtype, settings.device_type, len(expansion.targets) + len(within.targets),
             len(self.patches.late_bound), len(self.skipped_rules),
@@ -212,22 +213,22 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             self._optimizers.casts.disable()
-            try:
-                # What is told of steps may be a warning, which a filter makes an error.
-                self._optimizers.sites.stopped()
-            finally:
-                foreign = self._take_back()
-            return foreign
+            return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
-        self._optimizers.sites.restore()
-        foreign = self.patches.restore()
+        try:
+            self._optimizers.sites.restore()
+        finally:
+            foreign = self.patches.restore()
+            self._forget()
+        return foreign
+
+    def _forget(self) -> None:
         self._scripted.forget()
         self._built.clear()
         self._named.clear()
         self._waiting.clear()
         self._targets = {False: {}, True: {}}
-        return foreign
 
     def patch_anew(self) -> None:
         """Take the patches back and put them in place again, for other observers."""

@@ -39,8 +39,22 @@ log = logging.getLogger(__name__)
 def watch() -> None:
     """Let fastai's training loop follow the active handle, once fastai is imported. ``import autoamp`` calls this."""
     _training.wait()
+    if "fastai.basic_train" in sys.modules:
+        _follow_handles()
+    else:
+        _imports.when_imported("fastai.basic_train", lambda _: _follow_handles())
+
+
+def _follow_handles() -> None:
+    if _enable not in activated:
+        activated.append(_enable)
+        suspended.append(_training.disable)
     if current_handle() is not None:
         _training.enable()
+
+
+def _enable(_: Any) -> None:
+    _training.enable()
 
 
 def _follow_training(patches: PatchSet, module: Any) -> None:
@@ -63,8 +77,8 @@ def _replace_everywhere(patches: PatchSet, module: Any, name: str, around: Calla
 
 # In place while a handle is active.
 _training = ModulePatches({"fastai.basic_train": _follow_training, "fastai.train": _follow_to_fp16})
-activated.append(lambda _: _training.enable())
-suspended.append(_training.disable)
+# Never restored, as in `ModulePatches`.
+_imports = PatchSet()
 
 
 def _around_fit(wrapper: Any, original: Any) -> Any:

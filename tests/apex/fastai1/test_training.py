@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.apex import fastai1
-from autoamp.core import original_of, runtime_of
+from autoamp.core import activated, original_of, runtime_of, suspended
 from autoamp.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,10 +116,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         file.write_text(source)
     forget()
     monkeypatch.syspath_prepend(str(tmp_path))
+    # The import of fastai adds to them.
+    before = list(activated), list(suspended)
     fastai1.watch()
     yield tmp_path
     fastai1.disable()
     autoamp.init(enabled=False)
+    activated[:], suspended[:] = before
     forget()
     fastai1.watch()
 

@@ -20,12 +20,15 @@ HEARD: list[Any] = []
 class Silent:
     """A part that does not listen, and changes nothing where it is told."""
 
-    is_listening = False
+    active = False
 
     def __init__(self, name: str = "") -> None:
         self.name = name
 
-    def started(self) -> None:
+    def guard_all(self) -> None:
+        """Do nothing."""
+
+    def catch_up(self) -> None:
         """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
@@ -35,7 +38,7 @@ class Silent:
 
 
 class Backward(Silent):
-    is_listening = True
+    active = True
 
     def around_backward(self, backward: Any) -> Any:
         def replacement(*args: Any, **kwargs: Any) -> None:
@@ -48,12 +51,9 @@ class Backward(Silent):
     def autocast_entered(self, region: torch.autocast) -> None:
         HEARD.append(self.name)
 
-    def started(self) -> None:
-        HEARD.append(f"{self.name} started")
-
 
 class Steps(Silent):
-    is_listening = True
+    active = True
 
     def around_step(self, step: Any) -> Any:
         def replacement(optimizer: Any) -> None:
@@ -119,24 +119,29 @@ def test_parts_share_one_patch_the_first_is_outermost_and_told_first(patches: Pa
     assert torch.autograd.backward is original
 
 
-def test_auto_scaling_is_told_when_torch_was_patched(patches: PatchSet) -> None:
-    sites = patched(patches, auto_scaling=Backward("one"), nonfinite=Backward("two"))
-    sites.started()
-    assert (HEARD, sites.active) == (["one started"], True)
+def test_parts_are_told_when_torch_was_patched_and_restored(patches: PatchSet) -> None:
+    auto_scaling, nonfinite = Backward("one"), Backward("two")
+    auto_scaling.guard_all = lambda: HEARD.append("guards all")  # type: ignore[method-assign]
+    nonfinite.catch_up = lambda: HEARD.append("catches up")  # type: ignore[method-assign]
+    sites = patched(patches, auto_scaling=auto_scaling, nonfinite=nonfinite)
+    assert HEARD == ["guards all"]
+    for _ in range(2):
+        sites.restore()
+    assert HEARD == ["guards all", "catches up"]
 
 
 def test_a_part_may_begin_to_listen(patches: PatchSet) -> None:
     original, late = Tensor.retain_grad, Retained("late")
     sites = patched(patches, auto_scaling=late)
     assert Tensor.retain_grad is original
-    late.is_listening = True  # type: ignore[misc]
+    late.active = True  # type: ignore[misc]
     sites.update()
     torch.ones(1, requires_grad=True).retain_grad()
     assert HEARD == ["late"]
-    late.is_listening = False  # type: ignore[misc]
+    late.active = False  # type: ignore[misc]
     sites.update()
     assert Tensor.retain_grad is original
-    late.is_listening = True  # type: ignore[misc]
+    late.active = True  # type: ignore[misc]
     sites.update()
     sites.restore()
     assert Tensor.retain_grad is original
@@ -184,7 +189,7 @@ class Slow(Retained):
     """Asked whether it listens, it lets another thread restore torch."""
 
     @property
-    def is_listening(self) -> bool:  # type: ignore[override]
+    def active(self) -> bool:  # type: ignore[override]
         if self.begins:
             self.begins = False
             self.thread.start()
