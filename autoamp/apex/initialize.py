@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autoamp.apex.levels import LEVELS, LevelName, OptLevel, Setup, end, level_with, set_up
+from autoamp.apex.levels import LEVELS, LevelName, OptLevel, Setup, check_half_norms, end, level_with, set_up
 from autoamp.core import (
     CastTable,
     LossScaler,
@@ -23,7 +23,6 @@ from autoamp.core import (
     Settings,
     as_list,
     check_device,
-    check_half_norms,
     current_runtime,
     expand,
     half_model_table,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core import (
@@ -18,14 +19,14 @@ from autoamp.core import (
     ModelBoundary,
     Runtime,
     Settings,
-    check_half_model,
     current_handle,
     handles,
     runtime_of,
     set_handle,
 )
-from autoamp.errors import UsageError
+from autoamp.errors import UsageError, warn_user
 from autoamp.tensors import HALF_DTYPES
+from autoamp.torch_private import MODULES_OF_NORMS
 
 LevelName = Literal["O0", "O1", "O2", "O3"]
 
@@ -132,7 +133,8 @@ def set_up(setup: Setup, models: Sequence[Module], optimizers: Sequence[Any]) ->
             check_half_model(models, level.name, masters=level.master_weights)
         for model in models:
             _set_up_model(runtime, setup, model)
-        runtime.optimizers.use_scalers(setup.scalers, optimizers)
+        runtime.optimizers.loss_scalers.use(setup.scalers, optimizers)
+        runtime.optimizers.steps.reset()
         # After the models: `state_dict` is patched only if one has its own dtypes by now (`CastModels.active`).
         set_handle(handle)
         for model in () if level.casts_models else models:
@@ -248,6 +250,39 @@ def _set_up_model(runtime: Runtime, setup: Setup, model: Module) -> None:
             is_kept = called is not model and called in kept
             own = replace(dtypes, inputs=torch.float32, casts=False) if is_kept else dtypes
             runtime.models.boundaries.replace(called, own)
+
+
+def check_half_norms(models: Iterable[Module]) -> None:
+    """Warn of norms with running statistics that are in half precision."""
+    for model in models:
+        for name, module in model.named_modules():
+            buffer = getattr(module, "running_var", None)
+            if isinstance(module, MODULES_OF_NORMS) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
+                warn_user(
+                    f"{type(module).__name__} {name!r} keeps its running statistics in {buffer.dtype}, where the "
+                    "running variance overflows or stops moving; pass keep_batchnorm_fp32=True"
+                )
+                return
+
+
+def check_half_model(models: Iterable[Module], level: str, *, masters: bool) -> None:
+    """Warn of parameters that are in half precision before `initialize` has cast anything.
+
+    Args:
+        models: Those that it was given.
+        level: The opt level.
+        masters: Whether fp32 masters are made of them, which then begin with rounded values.
+    """
+    then = "makes its fp32 master of the rounded values" if masters else "steps it in half precision"
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.dtype in HALF_DTYPES:
+                warn_user(
+                    f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
+                    f"are lost, and opt_level={level!r} {then}. Give initialize() the model in fp32, without .half() "
+                    "or .bfloat16()"
+                )
+                return
 
 
 def _called_parts(model: Module) -> Iterator[Module]:

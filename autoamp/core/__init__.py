@@ -126,8 +126,6 @@ from autoamp.core.special_calls import flatten_weights as flatten_weights
 from autoamp.core.steps import GuardHost as GuardHost
 from autoamp.core.steps import Step as Step
 from autoamp.core.steps import StepHistory as StepHistory
-from autoamp.core.steps import check_half_model as check_half_model
-from autoamp.core.steps import check_half_norms as check_half_norms
 from autoamp.core.targets import Target as Target
 from autoamp.core.targets import expand as expand
 from autoamp.core.targets import explain_missing as explain_missing

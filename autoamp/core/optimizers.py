@@ -255,11 +255,6 @@ class Guards(GuardHost[StepGuard]):
             guard.grads.clip(norm, max_norm)
         return norm
 
-    def use_scalers(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:
-        """Give scalers to these optimizers, as `LossScalers.use` does, and count steps and skips anew."""
-        self.loss_scalers.use(scalers, optimizers)
-        self.steps.reset()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the scalers' state and the number of skips; all of it, or nothing.
 

@@ -68,39 +68,6 @@ def check_optimizer(optimizer: Any) -> None:
                 )
 
 
-def check_half_norms(models: Iterable[Module]) -> None:
-    """Warn of norms with running statistics that are in half precision."""
-    for model in models:
-        for name, module in model.named_modules():
-            buffer = getattr(module, "running_var", None)
-            if isinstance(module, MODULES_OF_NORMS) and isinstance(buffer, Tensor) and buffer.dtype in HALF_DTYPES:
-                warn_user(
-                    f"{type(module).__name__} {name!r} keeps its running statistics in {buffer.dtype}, where the "
-                    "running variance overflows or stops moving; pass keep_batchnorm_fp32=True"
-                )
-                return
-
-
-def check_half_model(models: Iterable[Module], level: str, *, masters: bool) -> None:
-    """Warn of parameters that are in half precision before `initialize` has cast anything.
-
-    Args:
-        models: Those that it was given.
-        level: The opt level.
-        masters: Whether fp32 masters are made of them, which then begin with rounded values.
-    """
-    then = "makes its fp32 master of the rounded values" if masters else "steps it in half precision"
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if parameter.dtype in HALF_DTYPES:
-                warn_user(
-                    f"parameter {name!r} of {type(model).__name__} is in {parameter.dtype} already: its fp32 values "
-                    f"are lost, and opt_level={level!r} {then}. Give initialize() the model in fp32, without .half() "
-                    "or .bfloat16()"
-                )
-                return
-
-
 class UnderflowWatch:
     """Warns once of fp16 gradients that vanish, as nobody scales the loss. For optimizers without a loss scale."""
 

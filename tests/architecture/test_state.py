@@ -16,6 +16,7 @@ STATE = {
     "apex/amp/_amp_state.py _amp_state": "programs read and write it, one object of the module in Apex",
     "apex/fastai1/shims.py _shims": "the patches of fastai's modules, which a process imports once",
     "apex/fastai1/training.py _training": "the patches of fastai's training loop, which a process imports once",
+    "apex/fastai1/training.py _imports": "waits for that import",
     "core/patches.py _waiting": "wrapt's import hooks cannot be taken back, so a module gets one for all handles",
     "core/patches.py writing": "patches are written to objects that all threads share",
     "core/api.py handles": "a process has one torch, so one handle patches it",

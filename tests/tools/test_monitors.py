@@ -88,7 +88,7 @@ def test_what_cannot_be_logged_to_is_refused(writer: Any, every: int, message: s
 def test_found_inf_by_loss_and_casts(net: nn.Module) -> None:
     handle, optimizer = init(trace_overflow=True), sgd(net)
     scalers = runtime_of(handle).optimizers
-    scalers.use_scalers([make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], [])
+    scalers.loss_scalers.use([make_scaler(64.0, torch.float16), make_scaler("dynamic", torch.float16)], [])
     with handle.count():
         for loss_id, factor in ((0, 1.0), (1, INF), (1, INF)):
             optimizer.zero_grad()

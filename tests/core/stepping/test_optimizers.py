@@ -304,7 +304,7 @@ def test_ranks_clip_by_the_norm_of_all(
 
 def test_ranks_without_a_loss_scale_exchange_nothing(agreeing: Guards, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = other_rank(monkeypatch, [0.0] * 5)
-    agreeing.use_scalers([StaticLossScaler(1.0)], [])
+    agreeing.loss_scalers.use([StaticLossScaler(1.0)], [])
     agreeing.loss_scalers.forget_but(agreeing.loss_scalers.latest)
     parameter, optimizer = sgd()
     with LossBlock(agreeing, parameter.sum(), optimizer, agreeing.scalers[0], delay_unscale=False) as scaled:

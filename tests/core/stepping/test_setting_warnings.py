@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import optimizers
-from autoamp.core.steps import UnderflowWatch, check_half_model, check_half_norms
+from autoamp.core.steps import UnderflowWatch
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": []}
 
@@ -95,7 +95,7 @@ def test_a_model_that_is_half_before_initialize(level: str, then: str, cast: Any
     assert len(found) == 1
     assert f"parameter '0.weight' of Sequential is in {dtype} already" in found[0]
     assert f"opt_level={level!r} {then}. Give initialize() the model in fp32, without .half()" in found[0]
-    assert messages(lambda: check_half_model([nn.Linear(1, 1)], level, masters=level == "O2")) == []
+    assert messages(lambda: initialize(nn.Linear(1, 1), opt_level=level)) == []
 
 
 def test_a_batch_norm_in_half_at_o3() -> None:
@@ -105,8 +105,8 @@ def test_a_batch_norm_in_half_at_o3() -> None:
     assert found[0].startswith("BatchNorm1d '1' keeps its running statistics in torch.float16")
     assert "keep_batchnorm_fp32=True" in found[0]
     assert messages(lambda: initialize(model, opt_level="O3", keep_batchnorm_fp32=True)) == []
-    plain = nn.BatchNorm1d(3, track_running_stats=False).half()
-    assert messages(lambda: check_half_norms([plain])) == []
+    plain = nn.BatchNorm1d(3, track_running_stats=False)
+    assert messages(lambda: initialize(plain, opt_level="O3")) == []
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])
