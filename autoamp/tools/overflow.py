@@ -76,8 +76,7 @@ class OverflowTrace(Listener):
         self.always = always
         self.observation = observation
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
-        halves = {CastPolicy.FP16: True, CastPolicy.HALF_IF_MIXED: False}
-        self._halves = {rule.target.rpartition(".")[2]: halves[rule.policy] for rule in rules if rule.policy in halves}
+        self._rules = rules
         self._optimizers, self._casts = optimizers, optimizers.casts
 
         def no_list_acts() -> bool:
@@ -91,6 +90,12 @@ class OverflowTrace(Listener):
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         optimizers.listeners.add(self)
+
+    @functools.cached_property
+    def _halves(self) -> dict[str, bool]:
+        """By the bare name of an op that computes in half, whether it casts to it."""
+        halves = {CastPolicy.FP16: True, CastPolicy.HALF_IF_MIXED: False}
+        return {rule.target.rpartition(".")[2]: halves[rule.policy] for rule in self._rules if rule.policy in halves}
 
     @property
     def last(self) -> Overflow | None:
