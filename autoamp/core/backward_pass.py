@@ -36,33 +36,6 @@ from autoamp.torch_private import current_graph_task
 _REGISTER_HOOK: Any = Tensor.register_hook
 
 
-class PassCheck(OverflowCheck):
-    """The check of a backward pass. As long as nobody has read it, it goes by all gradients that have arrived.
-
-    Args:
-        scaler: The scaler of the pass.
-        running: The pass.
-        earlier: An earlier check of the same pass, if there is one.
-    """
-
-    # What arrives after it was read is for another check, so a step is to read it.
-    is_complete = False
-
-    def __init__(self, scaler: LossScaler, running: ScaledPass, earlier: PassCheck | None = None) -> None:
-        super().__init__(scaler, running.scale, (), earlier)
-        self._pass = running
-
-    @property
-    def found(self) -> Sequence[Tensor]:
-        """The flags to read: those of this rank, or what all ranks agreed on; none once they were read."""
-        return super().found if self._found or self.overflowed is not None else self._pass.flags
-
-    @property
-    def cleared(self) -> Sequence[Tensor]:
-        """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
-        return self._pass.cleared()
-
-
 @dataclass(eq=False)
 class ScaledPass:
     """One backward pass that is scaled, with all that run within its functions.
@@ -90,10 +63,10 @@ class ScaledPass:
 
     def __post_init__(self, scaler: LossScaler) -> None:
         factor = 1.0 / self.scale
-        self._check = PassCheck(scaler, self)
         self._blank = scaler.unread.blank
         self._flags = WeakTensorKeyDictionary()
         self.flags: list[Tensor] = []
+        self._check = OverflowCheck(scaler, self.scale, self.flags, running=self)
         self._factor = functools.cache(lambda device: torch.full((), factor, dtype=torch.float32, device=device))
         # By the id of a leaf whose gradients get true values as they arrive: the leaf, the hook there, and whether its
         # gradient, if nobody else writes it, is finite wherever all that arrives is.
@@ -120,8 +93,7 @@ class ScaledPass:
         inner = [one for one in list(self.retained) if one.grad_fn in nodes and id(one) not in self._inner]
         # Made here, where the streams of all that runs wait for what this one does.
         for tensor in (*leaves, *inner):
-            if tensor not in self._flags:
-                self._new_flag(tensor)
+            self._flag(tensor)
             self._factor(tensor.device)
         for leaf in leaves:
             hook = register_first(leaf, OurHook(self._arrived, leaf))
@@ -148,15 +120,13 @@ class ScaledPass:
         if self._check not in guard.grads.checks:
             guard.grads.expect(self._check)
 
-    def _new_flag(self, tensor: Tensor) -> Tensor:
-        flag = self._flags[tensor] = self._blank(tensor.device)
-        self.flags.append(flag)
-        return flag
-
     def _flag(self, tensor: Tensor) -> Tensor:
         """Return the flag of a tensor, a new one where there is none."""
         flag: Tensor | None = self._flags.get(tensor)
-        return self._new_flag(tensor) if flag is None else flag
+        if flag is None:
+            flag = self._flags[tensor] = self._blank(tensor.device)
+            self.flags.append(flag)
+        return flag
 
     def cleared(self) -> list[Tensor]:
         """Return the tensors that live and whose gradients became 0, as they overflowed. Waits for the device."""
@@ -173,10 +143,9 @@ class ScaledPass:
         check = self._check
         if check.overflowed is not None:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
-            check = self._check = PassCheck(check.scaler, self, earlier=check)
+            check = self._check = OverflowCheck(check.scaler, self.scale, self.flags, earlier=check, running=self)
         for guard in self.owners.get(id(leaf), ()):
-            if check not in guard.grads.checks:
-                self.concern(guard)
+            self.concern(guard)
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:

@@ -58,6 +58,8 @@ class OverflowCheck:
         scale: The scale of the block.
         found: What `autoamp.core.unscale_` returned, and other tensors like these.
         earlier: An earlier check of the same block or pass, if there is one: the scaler hears of it once.
+        running: The `ScaledPass`, if it runs still: ``found`` grows as gradients arrive, and what arrives after it was
+            read is for another check.
 
     Attributes:
         scaler: As given.
@@ -67,16 +69,20 @@ class OverflowCheck:
         is_complete: Whether nothing more is going to be found. Then a step may leave it unread.
     """
 
-    is_complete = True
-
     def __init__(
-        self, scaler: LossScaler, scale: Scale, found: Sequence[Tensor], earlier: OverflowCheck | None = None
+        self,
+        scaler: LossScaler,
+        scale: Scale,
+        found: Sequence[Tensor],
+        earlier: OverflowCheck | None = None,
+        running: Any = None,
     ) -> None:
         self.scaler = scaler
         self.scale = scale
         self.scaler_heard: _ScalerHeard = _ScalerHeard() if earlier is None else earlier.scaler_heard
         self.overflowed: bool | None = None
-        self._found = found
+        self.is_complete = running is None
+        self._found, self._running = found, running
 
     @property
     def found(self) -> Sequence[Tensor]:
@@ -85,8 +91,8 @@ class OverflowCheck:
 
     @property
     def cleared(self) -> Sequence[Tensor]:
-        """The tensors whose gradients overflowed, if 0 took their place."""
-        return ()
+        """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
+        return () if self._running is None else self._running.cleared()
 
     def agree(self, found: Tensor) -> None:
         """Go by what all ranks found from now on."""
