@@ -248,12 +248,10 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
-        if query is None or key is None or value is None or not casts.eligible(query):
+        if query is None or key is None or value is None or (not in_fp16 and _is_tiny(query, key)):
             return NotImplemented
         # Where casts are off only a half model's attention comes in half.
-        if query.dtype is torch.float32 and casts.thread.now().on is not True:
-            return NotImplemented
-        if not in_fp16 and _is_tiny(query, key):
+        if not casts.eligible(query) or (query.dtype is torch.float32 and casts.thread.now().on is not True):
             return NotImplemented
         new, kwargs = cast_call(casts.args_to_fp32, args, kwargs)
         return original(*new, **kwargs).to(casts.dtype)
