@@ -160,30 +160,3 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat[: sum(sizes)].split(sizes)
     return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
-
-
-def compacted(tensor: Tensor) -> Tensor:
-    """Return a plain tensor without the rest of a larger one, which it would keep; any other tensor as it is."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if not is_plain or tensor.untyped_storage().nbytes() <= tensor.nbytes:
-        return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-_VERSION = operator.attrgetter("_version")
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int | None]:
-    """Return `version_of` each tensor, by one sweep where none is an inference tensor."""
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:
-        return list(map(version_of, tensors))
-
-
-def version_of(tensor: Tensor) -> int | None:
-    """Return how often torch saw a tensor written to; None for an inference tensor, where it does not count."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None

@@ -47,6 +47,7 @@ from autoamp.core.gradients import scale_ as scale_
 from autoamp.core.gradients import total_norm as total_norm
 from autoamp.core.gradients import true_gradient as true_gradient
 from autoamp.core.gradients import unscale_ as unscale_
+from autoamp.core.gradients import version_of as version_of
 from autoamp.core.gradients import widened as widened
 from autoamp.core.guard import OverflowCheck as OverflowCheck
 from autoamp.core.guard import StepGuard as StepGuard

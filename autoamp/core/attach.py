@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.core.gradients import is_sharded, local_of
+from autoamp.core.gradients import is_sharded, local_of, version_of, versions_of
 from autoamp.core.ranks import several_processes
 from autoamp.errors import UsageError, kind_of
-from autoamp.tensors import HALF_DTYPES, version_of, versions_of, without_grad
+from autoamp.tensors import HALF_DTYPES, without_grad
 
 # What changes where torch reports a write: the versions of a tensor and of its local part, and the address of its data.
 _State = tuple[int | None, int | None, int]

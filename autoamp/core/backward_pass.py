@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoamp.core.gradients import marks_of, true_gradient, unchecked
+from autoamp.core.gradients import marks_of, true_gradient, unchecked, version_of
 from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler
-from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors, version_of
+from autoamp.tensors import HALF_DTYPES, iter_tensors, map_tensors
 from autoamp.torch_private import current_graph_task
 
 # Torch's own, which is not told of hooks.

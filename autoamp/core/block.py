@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.attach import guard_before, living_optimizers_and_modules, stepped_params
-from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_
+from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_, version_of
 from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_ratio
 from autoamp.core.steps import warn_without_gradients
 from autoamp.errors import UsageError
-from autoamp.tensors import version_of
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
 
 

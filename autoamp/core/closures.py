@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from autoamp.core.attach import stepped_params
+from autoamp.core.gradients import version_of
 from autoamp.errors import NonFiniteGradientsError
-from autoamp.tensors import map_tensors, version_of
+from autoamp.tensors import map_tensors
 
 if TYPE_CHECKING:
     from autoamp.core.guard import OverflowCheck, StepGuard

@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from autoamp.core.loss_scale import Factor, Scale, inverse_scale
 from autoamp.errors import UsageError
-from autoamp.tensors import HALF_DTYPES, version_of, versions_of
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import unscale_and_check_
 
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
@@ -350,6 +350,25 @@ def grouped_by_kind(tensors: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, lis
 
 
 # -- gradients that are known --
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return `version_of` each tensor, by one sweep where none is an inference tensor."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return list(map(version_of, tensors))
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return how often torch saw a tensor written to; None for an inference tensor, where it does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
 
 
 def mark_of(gradient: torch.Tensor) -> Mark:

@@ -25,7 +25,7 @@ from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler, UnreadFlags
 from autoamp.core.ranks import RequestedGroup
 from autoamp.errors import warn_user
-from autoamp.tensors import HALF_DTYPES, compacted
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS, has_modes, undisturbed
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,14 @@ def _paths(modules: Iterable[Module], wanted: Iterable[Module]) -> dict[Module, 
 
 
 _MAX_LOSSES = 256
+
+
+def compacted(tensor: Tensor) -> Tensor:
+    """Return a plain tensor without the rest of a larger one, which it would keep; any other tensor as it is."""
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    if not is_plain or tensor.untyped_storage().nbytes() <= tensor.nbytes:
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class Steps:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core import CastModels, Listener
+from autoamp.core import CastModels, Listener, version_of
 from autoamp.errors import warn_user
-from autoamp.tensors import HALF_DTYPES, dtype_name, version_of
+from autoamp.tensors import HALF_DTYPES, dtype_name
 from autoamp.tools.half_losses import HalfLosses
 from autoamp.torch_private import MODULES_OF_NORMS
 

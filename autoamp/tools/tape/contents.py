@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tensors import version_of
+from autoamp.core import version_of
 from autoamp.torch_private import schema_of, undisturbed
 
 _EMPTY = frozenset(

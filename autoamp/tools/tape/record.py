@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autoamp.tensors import PLAIN_TYPES, is_capturing, iter_tensors, map_tensors, version_of
+from autoamp.core import version_of
+from autoamp.tensors import PLAIN_TYPES, is_capturing, iter_tensors, map_tensors
 from autoamp.tools.tape.contents import Load, Op, Place, Ref, Seed, Tape, iter_refs, ref_to, written
 from autoamp.torch_private import (
     OperatorMode,
