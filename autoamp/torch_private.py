@@ -310,12 +310,21 @@ def trace_as(traced: Callable[..., Any]) -> Callable[[T], T]:
     return lambda function: trace_instead(function, traced)
 
 
-def is_known_true(comparison: Any) -> bool:
-    """Whether a comparison of traced sizes holds whatever the dynamic ones are. It adds no guard."""
+def _is_known_true(comparison: bool | torch.SymBool) -> bool:
     # Late, since it imports sympy. What traces has imported it.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(comparison)
+
+
+@trace_as(_is_known_true)
+def is_known_true(comparison: Any) -> bool:
+    """Whether a comparison of sizes holds; of those that a trace leaves open, whatever they are. It adds no guard.
+
+    Args:
+        comparison: A bool, a `torch.SymBool`, or what `torch.jit.trace` makes of it, a tensor.
+    """
+    return _is_known_true(comparison) if isinstance(comparison, torch.SymBool) else bool(comparison)
 
 
 REGION_OF_GRAPH: Any = _find("torch.amp.autocast_mode._UnmanagedAutocast", ())

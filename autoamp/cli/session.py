@@ -294,7 +294,7 @@ class Run:
             lists=[file for file in now.settings.rules_in_force.sources if file not in absent] if casts_some else [],
             folder=self._folder,
             # What was lost in half precision without an inf, a row for each kind.
-            half_losses=list(self._half_losses.rows.values()),
+            half_losses=[*self._half_losses.rows.values(), *diagnostics_of(self._now).buffer_writes.rows],
             lost_params=len(self._half_losses.lost),
             half_params=len(self._half_losses.seen),
             # A sentence for each overflow that was logged once, and came in more steps.

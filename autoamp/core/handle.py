@@ -121,12 +121,14 @@ class Runtime:
         Returns:
             The names that somebody else patched on top, which are left as they are.
         """
-        foreign = self._end_looks()
-        self.ended = True
-        self.precisions.undo_all()
-        self.optimizers.release()
-        self.models.let_go()
-        return foreign
+        try:
+            # What is told of steps at the end may be a warning, which a filter makes an error.
+            return self._end_looks()
+        finally:
+            self.ended = True
+            self.precisions.undo_all()
+            self.optimizers.release()
+            self.models.let_go()
 
     def _end_looks(self) -> tuple[str, ...]:
         """End what looks on, and auto scaling; restore torch."""

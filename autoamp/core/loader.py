@@ -332,6 +332,8 @@ def shipped_table(name: str, device_type: str | None = None) -> CastTable:
     Raises:
         ListFileError: There is no such set.
     """
+    if not _is_name(name):
+        fail(RuleSource("base=", None, False), f"{name!r} is no name of a shipped set; give a file to lists=")
     layers = _Layers()
     layers.add_base(name, RuleSource("base=", None, False), Path(), ())
     return _merged(layers.bases.values(), device_type)

@@ -198,12 +198,11 @@ class PatchedTorch:
         # A program that has not set up logging shows warnings alone.
         level = logging.WARNING if settings.verbose else logging.DEBUG
         if log.isEnabledFor(level):
+            count = len(expansion.targets) + len(within.targets)
             log.log(
-            level,
-            "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped",
-            settings.dtype, settings.device_type, len(expansion.targets) + len(within.targets),
-            len(self.patches.late_bound), len(self.skipped_rules),
-        )  # fmt: skip
+                level, "casting to %s on %s: %d targets patched, %d names rebound, %d rules skipped", settings.dtype,
+                settings.device_type, count, len(self.patches.late_bound), len(self.skipped_rules),
+            )  # fmt: skip
 
     def restore(self) -> tuple[str, ...]:
         """Take the patches back and return the names that others patched on top."""

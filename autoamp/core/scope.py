@@ -482,8 +482,11 @@ class ModuleCalls:
                 result = outputs if dtypes is None else cast_structure(outputs, dtypes.outputs)
                 return result
             finally:
-                for ended in filter(None, told):
-                    ended(result)
+                if told:
+                    with contextlib.ExitStack() as stack:
+                        # Each is called, also where a warning of one is an error.
+                        for ended in filter(None, reversed(told)):
+                            stack.callback(ended, result)
 
         for layer in listeners.module_layer:
             call = layer(call)

@@ -11,8 +11,9 @@
   while it trains and under `torch.no_grad`. Measured on an x86 CPU without AMX, one thread, heads of 64, casts
   included: with its backward pass attention in fp32 takes of bf16's time 0.25 at 32 tokens, 0.33 at 128, 0.5 at 256 to
   2,048, without it 0.6 to 0.9; on another one 0.32, 0.63, and 1.0 from 256 tokens on. Of fp16's it takes 0.2 or less,
-  without the backward pass 0.5. Of a transformer's training step (width 512, 8 x 64 tokens) that is 10 %. Tiny ones,
-  of 2 x 4 heads and 4 tokens, take 1.2 to 1.5 times as long: there the casts are most of it.
+  without the backward pass 0.5. Of a transformer's training step (width 512, 8 x 64 tokens) that is 10 %. Where the
+  casts are most of it, it takes longer: 1.2 to 1.5 times for 2 x 4 heads and 4 tokens, and 3 to 20 times for one query
+  of 1,024 keys, as in decoding.
 - Recurrent layers have their input checked, and get a half copy of their weights in one flat tensor, in the layout that
   cuDNN takes as it is. Of weights that were cast one by one torch would make that layout at each call, with a copy of
   each and a warning.
@@ -48,7 +49,6 @@ from autoamp.torch_private import (
     is_known_true,
     is_transformed,
     schema_of,
-    trace_as,
     tracing_state,
 )
 
@@ -216,17 +216,21 @@ def _is_decided(code: Any) -> bool:
 
 # How many products the scores of an attention have, where its casts begin to take less time than they save.
 _FEWEST_PRODUCTS = 2**14
+# So many queries are enough for any number of keys. Fewer are if there is one for so many keys.
+_MANY_QUERIES = 32
+_KEYS_A_QUERY = 8
 
 
-def _is_tiny_traced(query: Tensor, key: Tensor) -> bool:
-    return is_known_true(query.numel() * key.size(-2) < _FEWEST_PRODUCTS)
+def _is_fast_in_bf16(query: Tensor, key: Tensor) -> bool:
+    """Whether the casts of an attention take longer than fp32 saves, as far as the sizes are known.
 
-
-@trace_as(_is_tiny_traced)
-def _is_tiny(query: Tensor, key: Tensor) -> bool:
-    tiny: Any = query.numel() * key.size(-2) < _FEWEST_PRODUCTS
-    # torch.export calls this with sizes that it leaves open.
-    return tiny if type(tiny) is bool else is_known_true(tiny)
+    Casts take time by the number of keys, and products by that times the number of queries: few queries of many keys,
+    as in decoding with kept keys and values, stay in bf16.
+    """
+    queries, keys = query.size(-2), key.size(-2)
+    if is_known_true(queries < _MANY_QUERIES) and not is_known_true(keys <= _KEYS_A_QUERY * queries):
+        return True
+    return is_known_true(query.numel() * keys < _FEWEST_PRODUCTS)
 
 
 _NAMES = ("query", "key", "value")
@@ -248,7 +252,9 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query, key, value = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
-        if query is None or key is None or value is None or (not in_fp16 and _is_tiny(query, key)):
+        if query is None or key is None or value is None or query.is_nested:
+            return NotImplemented
+        if not in_fp16 and _is_fast_in_bf16(query, key):
             return NotImplemented
         # Where casts are off only a half model's attention comes in half.
         if not casts.eligible(query) or (query.dtype is torch.float32 and casts.thread.now().on is not True):

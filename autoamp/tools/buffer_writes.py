@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,19 @@ from torch.nn import Module
 from autoamp.core import CastModels, Listener, version_of
 from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES, dtype_name
-from autoamp.tools.half_losses import HalfLosses
+from autoamp.tools.half_losses import found_by
 from autoamp.torch_private import MODULES_OF_NORMS
+
+
+class _Buffer(NamedTuple):
+    """A buffer before a call: where it is, its version, and a copy of its values if an earlier call wrote it."""
+
+    path: str
+    part: Module
+    name: str
+    tensor: Tensor
+    version: int | None
+    value: Tensor | None
 
 
 class BufferWrites(Listener):
@@ -27,11 +38,14 @@ class BufferWrites(Listener):
 
     Args:
         models: Those that are looked at where they are in half precision.
-        losses: Gets a row for each warning.
+
+    Attributes:
+        rows: One for each warning, as `HalfLosses` has them.
     """
 
-    def __init__(self, models: CastModels, losses: HalfLosses) -> None:
-        self._models, self._losses = models, losses
+    def __init__(self, models: CastModels) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._models = models
         self._calls: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
         # By the module the names of its buffers.
         self._written: weakref.WeakKeyDictionary[Module, set[str]] = weakref.WeakKeyDictionary()
@@ -47,50 +61,55 @@ class BufferWrites(Listener):
         calls = self._calls[module] = self._calls.get(module, 0) + 1
         if calls & (calls - 1):
             return None
-        before = [
-            (path, part, name, buffer, version_of(buffer), buffer.clone() if name in written else None)
-            for path, part in module.named_modules()
-            if part.training
-            and not isinstance(part, MODULES_OF_NORMS)
-            and not type(part).__module__.startswith("torch.")
-            for written, told in [(self._written.setdefault(part, set()), self._told.setdefault(part, set()))]
-            for name, buffer in part._buffers.items()
-            if buffer is not None and buffer.dtype in HALF_DTYPES and name not in told
-        ]
-        return lambda outputs: self._call_ended(module, before)
+        before = found_by(self._buffers_of, module)
+        return lambda outputs: None if outputs is None else self._call_ended(module, before)
 
-    def _call_ended(self, model: Module, before: list[Any]) -> None:
+    def _buffers_of(self, model: Module) -> Iterator[_Buffer]:
+        for path, part in model.named_modules():
+            if not part.training or isinstance(part, MODULES_OF_NORMS) or type(part).__module__.startswith("torch."):
+                continue
+            written, told = self._written.setdefault(part, set()), self._told.setdefault(part, set())
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.dtype in HALF_DTYPES and name not in told:
+                    value = buffer.clone() if name in written else None
+                    yield _Buffer(path, part, name, buffer, version_of(buffer), value)
+
+    def _call_ended(self, model: Module, before: Iterable[_Buffer]) -> None:
         """Warn of the half buffers in which values were added up since."""
-        new: list[tuple[str, str]] = []
-        for path, part, name, buffer, version, value in before:
-            now = part._buffers.get(name)
-            if now is not buffer or version_of(buffer) != version:
-                self._written[part].add(name)
-                # A half model within this one may have told of it.
-                if value is not None and now is not None and name not in self._told[part] and _adds_up(value, now):
-                    self._told[part].add(name)
-                    new.append((path, name))
-                    dtype = buffer.dtype
+        new = found_by(self._added_up, before)
         if not new:
             return
+        dtype = new[0].tensor.dtype
         most = round(2 / torch.finfo(dtype).eps)
-        parts = {path: "fp32" for path, _ in new}
+        parts = {one.path: "fp32" for one in new}
         remedies = ["Register it as an integer or torch.float64 tensor, or one without dimensions, which are not cast"]
         if not parts.pop("", None):
             remedies.clear()
         if parts:
             remedies.append(f'Keep the module in fp32 by initialize(..., lists={{"modules": {parts}}})')
-        names = ", ".join(f"{path}.{name}".removeprefix(".") for path, name in new)
+        names = ", ".join(f"{one.path}.{one.name}".removeprefix(".") for one in new)
         sentence = (
             f"{type(model).__name__} writes buffers in {dtype_name(dtype)}, where {most} + 1 is {most}: a sum or count "
             f"in {names} stops growing"
         )
         remedy = ". ".join(remedies)
-        self._losses.rows["buffer counts", type(model).__name__, names] = {
+        self.rows.append({
             "kind": "buffer counts", "step": None, "optimizer": None, "group": None, "sentence": sentence,
             "remedy": remedy,
-        }  # fmt: skip
+        })  # fmt: skip
         warn_user(f"{sentence}. {remedy}")
+
+    def _added_up(self, before: Iterable[_Buffer]) -> Iterator[_Buffer]:
+        for one in before:
+            now = one.part._buffers.get(one.name)
+            if now is one.tensor and version_of(now) == one.version:
+                continue
+            self._written[one.part].add(one.name)
+            # A half model within this one may have told of it.
+            told = self._told[one.part]
+            if one.value is not None and now is not None and one.name not in told and _adds_up(one.value, now):
+                told.add(one.name)
+                yield one
 
 
 @torch.no_grad()

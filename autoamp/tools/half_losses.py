@@ -141,9 +141,9 @@ class HalfLosses:
     Attributes:
         active: Whether it looks.
         rows: What was found as plain values, the last of each kind, optimizer and group. ``kind`` is ``"updates"``,
-            ``"optimizer state"``, ``"gradient sums"``, or ``"buffer counts"`` by `BufferWrites`. ``step`` is the number
-            of the optimizer's step, from 1, and ``optimizer`` its class. ``group`` is the index of the group, of
-            updates alone. ``sentence`` says what was lost, and ``remedy`` what to do.
+            ``"optimizer state"`` or ``"gradient sums"``. ``step`` is the number of the optimizer's step, from 1, and
+            ``optimizer`` its class. ``group`` is the index of the group, of updates alone. ``sentence`` says what was
+            lost, and ``remedy`` what to do.
         lost: The ids of the half parameters that lost updates.
         seen: The ids of all half parameters that were looked at.
     """
@@ -194,7 +194,7 @@ class HalfLosses:
             self._tell("gradient sums", optimizer, steps, _lost_sums)
             # A closure makes the gradients, and the program's own hooks may change them, after this.
             comes_later = any(map(callable, (*args[1:], *kwargs.values()))) or has_step_pre_hooks(optimizer)
-            steps.sample = _found(_sample_of, optimizer, not comes_later)
+            steps.sample = found_by(_sample_of, optimizer, not comes_later)
             self.seen.update(id(one.param) for one in steps.sample)
 
     def _after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -205,11 +205,11 @@ class HalfLosses:
         if steps.sample is not None:
             self._tell("updates", optimizer, steps, self._lost_updates)
         if is_sampled(steps.count + 1) and not steps.sums:
-            steps.sums = _found(_sums_of, optimizer)
+            steps.sums = found_by(_sums_of, optimizer)
 
     def _around_load(self, original: Callable[..., None]) -> Callable[..., None]:
         def load_state_dict(optimizer: Any, state_dict: Any) -> None:
-            saved = _found(_fp32_state, optimizer, state_dict)
+            saved = found_by(_fp32_state, optimizer, state_dict)
             original(optimizer, state_dict)
             steps = self._steps.setdefault(optimizer, _Steps())
             steps.saved = saved
@@ -252,7 +252,7 @@ class HalfLosses:
 
     def _tell(self, kind: str, optimizer: Any, steps: _Steps, look: Callable[..., Iterable[Any]]) -> None:
         """Keep what a look finds, a group and a sentence each, and warn of the first of each kind."""
-        for group, sentence in _found(look, optimizer, steps):
+        for group, sentence in found_by(look, optimizer, steps):
             is_known = any(known["kind"] == kind for known in self.rows.values())
             self.rows[kind, id(steps), group] = {
                 "kind": kind, "step": steps.count, "optimizer": type(optimizer).__name__, "group": group,
@@ -262,7 +262,7 @@ class HalfLosses:
                 warn_user(f"{sentence}. {_REMEDIES[kind]}")
 
 
-def _found(look: Callable[..., Iterable[_T]], *args: Any) -> list[_T]:
+def found_by(look: Callable[..., Iterable[_T]], *args: Any) -> list[_T]:
     """Return what a look finds. Nothing intercepts what it does, and no exception of it ends the program."""
     found: list[_T] = []
     if torch.compiler.is_compiling() or is_capturing():

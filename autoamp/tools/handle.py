@@ -16,6 +16,7 @@ from autoamp.core import CastModels, Guards, Listeners, Looks, Runtime, Step, ha
 from autoamp.core import Handle as EnabledHandle
 from autoamp.core import NoOpHandle as DisabledHandle
 from autoamp.errors import UsageError, kind_of
+from autoamp.tools.buffer_writes import BufferWrites
 from autoamp.tools.capsule import CapsuleWriter
 from autoamp.tools.casts import CastTrace, Counts
 from autoamp.tools.consistency import Consistency, ConsistencyCheck
@@ -73,6 +74,11 @@ class Diagnostics(Looks):
         self.observation.end()
 
     @functools.cached_property
+    def buffer_writes(self) -> BufferWrites:
+        """Looks at buffers of half models while somebody records. It tells of each once."""
+        return BufferWrites(self._models)
+
+    @functools.cached_property
     def followers(self) -> Followers:
         """Functions that are called after steps of guarded optimizers."""
         return Followers(self._optimizers.listeners)
@@ -81,7 +87,7 @@ class Diagnostics(Looks):
         """Return a recording that has not begun; see `BaseHandle.record`."""
         half_losses = self.half_losses or HalfLosses()
         return ReportRecording(
-            self._optimizers, self.overflows, self.followers, half_losses, self._models, sample=sample
+            self._optimizers, self.overflows, self.followers, half_losses, self.buffer_writes, sample=sample
         )
 
 

@@ -14,6 +14,7 @@ import autoamp
 from autoamp.apex.alias import options as alias_options
 from autoamp.cli.session import Options, set_up
 from autoamp.compat import fastai1, uninstall
+from autoamp.core import activated, suspended
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,10 @@ def test_fastai_is_mended_where_that_is_asked_for(asked: bool, folder: Path) -> 
     (folder / "fastai" / "__init__.py").touch()
     (folder / "fastai" / "basic_train.py").write_text("import torch\n", encoding="utf-8")
     set_up(Options(opt_level="O0", fastai1=asked))
+    before = list(activated), list(suspended)
     module = importlib.import_module("fastai.basic_train")
+    # The import of fastai adds to these, for as long as a process lasts.
+    activated[:], suspended[:] = before
     # Its own `torch.load` takes whole pickles.
     assert (module.torch is not torch) is asked
     fastai1.disable()

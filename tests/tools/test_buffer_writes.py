@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.core import Listener, runtime_of
 
 LEVELS = ["O2", "O3"]
 
@@ -215,6 +216,65 @@ def test_nothing_is_looked_at_unless_it_is_recorded(half: torch.dtype) -> None:
         assert len(warnings_of(model, 16)) == 1
     model = autoamp.initialize(around(WRITES["count"][0]()), opt_level="O2", dtype=half, verbosity=0)
     assert warnings_of(model, 16) == []
+
+
+def test_recordings_in_turn_find_what_one_finds(half: torch.dtype) -> None:
+    models = [autoamp.initialize(around(WRITES["count"][0]()), opt_level="O2", dtype=half, verbosity=0) for _ in "ab"]
+    handle: Any = autoamp.current_handle()
+    told = []
+    for _ in range(16):
+        with handle.record():
+            told += [one for model in models for one in warnings_of(model, 1)]
+    assert len(told) == 2
+    assert [row["kind"] for row in handle.report()["half_losses"]] == ["buffer counts"] * 2
+
+
+class Raises(nn.Module):
+    """A model that counts and then raises, in its second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("seen", torch.full((4,), 20.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyError("the model's own")
+        return self.layer(x)
+
+
+def test_an_error_of_the_model_is_its_own_where_warnings_are_errors(half: torch.dtype) -> None:
+    model = initialize(Raises(), half=half)
+    warnings.simplefilter("error")
+    model(torch.randn(2, 4))
+    with pytest.raises(KeyError, match="the model's own"):
+        model(torch.randn(2, 4))
+    model(torch.randn(2, 4))
+    with pytest.raises(UserWarning, match="writes buffers"):
+        model(torch.randn(2, 4))
+
+
+class Sees(Listener):
+    """Notes the ends of calls."""
+
+    def __init__(self) -> None:
+        self.ended: list[Any] = []
+
+    def call_begun(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.ended.append
+
+
+def test_a_warning_that_is_an_error_hides_no_end_of_a_call_from_others(half: torch.dtype) -> None:
+    model = initialize(around(WRITES["count"][0]()), half=half)
+    sees = Sees()
+    runtime_of(autoamp.current_handle()).optimizers.listeners.add(sees)
+    model(torch.randn(16, 8))
+    warnings.simplefilter("error")
+    with pytest.raises(UserWarning, match="writes buffers"):
+        model(torch.randn(16, 8))
+    assert len(sees.ended) == 2
 
 
 def test_models_within_models_are_told_once(half: torch.dtype) -> None:

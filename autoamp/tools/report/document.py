@@ -68,7 +68,7 @@ def report_of(recording: ReportRecording | None, nonfinite: NonFiniteSteps, tabl
         "roundings": roundings,
         "nonfinite_steps": {"total": nonfinite.total, "sentences": nonfinite.sentences},
         "inferences": inferences,
-        "half_losses": list(recording.half_losses.rows.values()),
+        "half_losses": recording.losses,
         "remedies": remedies([*faults, *roundings, *sources, *skips["groups"], *inferences["causes"]], table),
         "timeline": {"steps": recording.steps, "scales": recording.scales},
         "skips": skips,
@@ -212,7 +212,7 @@ def _verdict(
         sentence += f"; {unchecked or 'no forward overflow'}"
     if not recording.optimizers.loss_scalers.has_dynamic:
         sentence += "; the loss scale is fixed"
-    if losses := list(recording.half_losses.rows.values()):
+    if losses := recording.losses:
         sentence += f"; {losses[0]['sentence']}"
     if inferences["nonfinite"]:
         sentence = f"{inferences['sentence']}; {sentence}"

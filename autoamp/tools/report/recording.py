@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoamp.core import CastModels, Guards, listen
+from autoamp.core import Guards, listen
 from autoamp.tools.buffer_writes import BufferWrites
 from autoamp.tools.casts import CastTrace
 from autoamp.tools.half_losses import HalfLosses
@@ -97,13 +97,13 @@ class ReportRecording(Watch):
         overflows: Explains their skips.
         followers: Are called after their steps.
         half_losses: Looks for what half precision loses without an inf.
-        models: The half models whose buffers it looks at too.
+        buffer_writes: Looks for what half buffers lose.
         sample: Whether some steps are sampled.
 
     Attributes:
         optimizers: As given.
         overflows: As given.
-        half_losses: As given.
+        half_losses, buffer_writes: As given.
         steps: The number of optimizer steps, skips included.
         scales: The loss scales, each with the first step that had it.
         skips: The step, the scale and the `Overflow` of each skip; None for a skip that was not explained.
@@ -117,7 +117,7 @@ class ReportRecording(Watch):
         overflows: OverflowTrace,
         followers: Followers,
         half_losses: HalfLosses,
-        models: CastModels,
+        buffer_writes: BufferWrites,
         *,
         sample: bool = True,
     ) -> None:
@@ -128,11 +128,16 @@ class ReportRecording(Watch):
         self.samples = Samples(overflows.observation)
         self.check = StepCheck(overflows)
         self.optimizers, self.overflows = optimizers, overflows
-        self.half_losses, self._buffer_writes = half_losses, BufferWrites(models, half_losses)
+        self.half_losses, self.buffer_writes = half_losses, buffer_writes
         self._followers = followers
         self._sample = sample
         self._skipped_before = optimizers.steps.skipped
         self._stack = contextlib.ExitStack()
+
+    @property
+    def losses(self) -> list[dict[str, Any]]:
+        """What half precision lost without an inf, a row for each."""
+        return [*self.half_losses.rows.values(), *self.buffer_writes.rows]
 
     def start(self) -> ReportRecording:
         """Begin with the coming step."""
@@ -149,8 +154,8 @@ class ReportRecording(Watch):
                 stack.callback(self.half_losses.stop)
         if self.half_losses.active:
             listeners = self.optimizers.listeners
-            listeners.add(self._buffer_writes)
-            stack.callback(listeners.remove, self._buffer_writes)
+            listeners.add(self.buffer_writes)
+            stack.callback(listeners.remove, self.buffer_writes)
         self.scales.append((0, self._scale()))
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -41,8 +42,13 @@ def pretend_units(units: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("bf16", 128, 128, True, None, "fp32"),
         ("bf16", 24, 24, False, None, "fp32"),
-        ("bf16", 4, 160, True, None, "fp32"),
+        ("bf16", 20, 160, True, None, "fp32"),
+        ("bf16", 32, 400, True, None, "fp32"),
         ("bf16", 160, 4, True, None, "fp32"),
+        # Few queries of many keys.
+        ("bf16", 1, 600, False, None, "bf16"),
+        ("bf16", 19, 160, True, None, "bf16"),
+        ("bf16", 31, 400, False, None, "bf16"),
         ("bf16", 16, 16, True, None, "bf16"),
         ("bf16", 2, 160, False, None, "bf16"),
         ("bf16", 160, 2, True, None, "bf16"),
@@ -135,6 +141,51 @@ def test_a_model_is_exported_with_open_sizes(
         if all(size == size_now or dim in dims for dim, (size, size_now) in enumerate(zip(shape, (3, 8), strict=True))):
             x = torch.randn(*shape, 16)
             torch.testing.assert_close(program.module()(x), model(x), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("half", list(HALVES))
+@pytest.mark.parametrize("tokens", [4, 32])
+@pytest.mark.parametrize("level", [None, "O1", "O2", "O3"])
+def test_a_model_is_traced(level: str | None, tokens: int, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    torch.manual_seed(0)
+    model: Any = SelfAttention()
+    if level is None:
+        autoamp.init(dtype=HALVES[half], device_type="cpu")
+    else:
+        autoamp.initialize(model, opt_level=level, dtype=HALVES[half], device_type="cpu", verbosity=0)
+    x = torch.randn(3, tokens, 16)
+    with torch.no_grad(), warnings.catch_warnings():
+        # What depends on a size is fixed in the trace.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        traced = torch.jit.trace(model, (x,))
+        torch.testing.assert_close(traced(x), model(x), atol=2e-2, rtol=2e-2)
+
+
+def test_decoding_in_a_graph_with_an_open_number_of_keys_stays_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+
+    class Decoding(torch.nn.Module):
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(query, key, key)
+
+    autoamp.init(dtype=torch.bfloat16, device_type="cpu")
+    query, key = torch.randn(2, 2, 1, 64), torch.randn(2, 2, 600, 64)
+    program = torch.export.export(Decoding(), (query, key), dynamic_shapes=({}, {2: torch.export.Dim("keys")}))
+    with Attentions() as seen:
+        program.module()(query, key)
+    assert seen.dtypes == [torch.bfloat16]
+
+
+def test_nested_tensors_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    parts = [torch.randn(2, 5, 8), torch.randn(2, 3, 8)]
+    nested: Any = torch.nested.nested_tensor([one.transpose(0, 1) for one in parts], layout=torch.jagged)
+    nested = nested.bfloat16().transpose(1, 2)
+    expected = F.scaled_dot_product_attention(nested, nested, nested)
+    autoamp.init(dtype=torch.bfloat16, device_type="cpu")
+    found = F.scaled_dot_product_attention(nested, nested, nested)
+    assert torch.equal(found.values(), expected.values())
 
 
 @pytest.mark.parametrize("tokens", [4, 32])

@@ -202,6 +202,8 @@ def test_a_wrong_name_in_the_environment(place: Path) -> None:
         load(environ={"AUTOAMP_LISTS": "apxe"})
     with pytest.raises(ListFileError, match=r"^base=: list set 'fp8'"):
         load(base="fp8")
+    with pytest.raises(ListFileError, match=r"^base=: './x.toml' is no name of a shipped set; give a file to lists="):
+        load(base="./x.toml")
 
 
 def test_a_broken_pyproject_of_somebody_else_is_not_ours(place: Path) -> None:

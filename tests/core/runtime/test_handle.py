@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.core import Handle, LossScaler
+from autoamp.core import Handle, LossScaler, runtime_of
 from autoamp.errors import UsageError
 from tests.core.runtime.shared import Training, init, steps
 
@@ -338,3 +338,21 @@ def test_a_norm_type_that_is_none_is_refused_before_gradients_change(training: T
         handle.clip_grad_norm_(training.optimizer, 1.0, norm_type=0.0)
     after = [parameter.grad for parameter in training.model.parameters()]
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+
+
+def test_what_is_told_at_the_end_may_be_an_error(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, handle = torch.nn.functional.linear, init()
+    steps(handle, training, 1.0)
+    handle.override(training.model, "fp32")
+
+    def catch_up() -> None:
+        raise UserWarning("the last steps had inf")
+
+    # As where a filter makes an error of a warning about steps that only the device knew.
+    monkeypatch.setattr(runtime_of(handle).nonfinite, "catch_up", catch_up)
+    with pytest.raises(UserWarning, match="the last steps"):
+        handle.deactivate()
+    assert torch.nn.functional.linear is original
+    assert not handle.is_active()
+    assert "step" not in vars(training.optimizer)
+    assert vars(training.model).keys() == vars(Training().model).keys()
