@@ -145,7 +145,9 @@ class ScaledPass:
             # An optimizer stepped in the middle of the pass: what comes now is for another check.
             check = self._check = OverflowCheck(check.scaler, self.scale, self.flags, earlier=check, running=self)
         for guard in self.owners.get(id(leaf), ()):
-            self.concern(guard)
+            # `concern` written out: this runs for each gradient.
+            if check not in guard.grads.checks:
+                guard.grads.expect(check)
         return self.true(leaf, gradient)
 
     def true(self, tensor: Tensor, gradient: Tensor) -> Tensor:
