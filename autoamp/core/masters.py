@@ -42,8 +42,8 @@ from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, several_p
 from autoamp.tensors import HALF_DTYPES, without_grad
 from autoamp.torch_private import current_graph_task, disable_in_dynamo
 
-# So many elements of gradients may be cast to fp32 at once: each part costs a launch.
-_SMALL = 2**17
+# So many elements of gradients, 4 MiB in fp32, may be cast at once: to sort them takes time, and each part a launch.
+_SMALL = 2**20
 
 
 class MasterWeights:
@@ -438,8 +438,10 @@ def _parts(pairs: list[tuple[Tensor, MasterLink]]) -> Iterator[list[tuple[Tensor
     is left, the largest first: until the last part there are fewer bytes than all gradients have in fp32.
     """
     left, begin, taken = sum(half.numel() for half, _ in pairs), 0, 0
-    if left > _SMALL:
-        pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
+    if left <= _SMALL:
+        yield pairs
+        return
+    pairs = sorted(pairs, key=lambda pair: pair[0].numel(), reverse=True)
     for end, (half, _) in enumerate(pairs):
         size = half.numel()
         if taken and left > _SMALL and taken + size > left // 2:
