@@ -197,7 +197,7 @@ def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
-    """Read found_inf tensors, with one wait for the device.
+    """Read found_inf tensors, with one device synchronisation for each device among them.
 
     Args:
         found: Tensors of shape ``[1]`` as `unscale_` returns them.
@@ -205,10 +205,16 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     Returns:
         For each tensor whether it is not 0.
     """
-    if len(found) < 2:
-        return [bool(flag.item()) for flag in found]
-    moved = [flag.to(found[0].device, non_blocking=True) for flag in found]
-    return [bool(value) for value in torch.cat(moved).tolist()]
+    if len(found) == 1:
+        return [bool(found[0].item())]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(found):
+        by_device.setdefault(tensor.device, []).append(index)
+    flags = [False] * len(found)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.cat([found[i] for i in indices]).tolist(), strict=True):
+            flags[index] = bool(value)
+    return flags
 
 
 def non_finite(named_grads: Iterable[tuple[_Name, torch.Tensor]], limit: int = 3) -> list[_Name]:

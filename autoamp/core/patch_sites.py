@@ -33,6 +33,7 @@ LATE_MODULES = (
     "torch.distributed.checkpoint.state_dict",
     "torch.export",
     "torch.onnx",
+    "torch.nn.attention.bias",
 )
 """The modules with sites that torch may not import itself."""
 
@@ -136,6 +137,8 @@ def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSi
     dcp = sys.modules.get(LATE_MODULES[1])
     made = torch_private.STATE_MADE if hasattr(dcp, torch_private.STATE_MADE) else None
     yield PatchSite(dcp, made, [parts.steps.around_state_made], _around)
+    mask = getattr(sys.modules.get(LATE_MODULES[-1]), "CausalBias", None)
+    yield PatchSite(mask, "__torch_function__", [calls.around_causal_bias], _around)
     yield PatchSite(scaler, "unscale_", [nonfinite.around_unscale], _around)
     yield PatchSite(scaler, "step", [nonfinite.around_scaler_step], _around)
 
@@ -366,7 +369,7 @@ def _replace(parent: Any, name: str, build: Callable[[Any], Any], patches: Patch
     if replacement is original:
         return {}
     is_module = isinstance(parent, types.ModuleType)
-    if original_of(replacement) is replacement and not isinstance(replacement, staticmethod):
+    if original_of(replacement) is replacement and not isinstance(replacement, (staticmethod, classmethod)):
         module, qualname = (parent.__name__, name) if is_module else (parent.__module__, f"{parent.__name__}.{name}")
         imitate(replacement, original, module, qualname)
     patches.replace(parent, name, replacement)

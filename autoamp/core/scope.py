@@ -379,6 +379,10 @@ def _is_the_programs(region: torch.autocast, frame: Any) -> bool:
     return function == "decorate_bwd" and not region._enabled and region.fast_dtype is PROTECTED
 
 
+# What casts a tensor, and what casts it where a call is made again.
+_CAST_METHODS = frozenset({torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.float, torch.Tensor.to})
+
+
 @dataclass(eq=False)
 class ModuleCalls:
     """Stands around calls of modules. What runs later or in another thread casts as its caller did.
@@ -510,6 +514,23 @@ class ModuleCalls:
                 return original(model, *args, **kwargs)
 
         return export
+
+    def around_causal_bias(self, original: Any) -> Any:
+        """Return a ``__torch_function__`` of torch's `CausalBias`, a mask without values, that works under casts.
+
+        Torch's own compares what is called with ``torch.nn.functional.scaled_dot_product_attention``, where a
+        replacement stands, and would go by memory that nobody has written. A cast leaves such a mask as it is.
+        """
+
+        own = original_of(torch.nn.functional.scaled_dot_product_attention)
+
+        def torch_function(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in _CAST_METHODS:
+                return args[0]
+            func = torch.nn.functional.scaled_dot_product_attention if func is own else func
+            return original.__func__(cls, func, types, args, kwargs)
+
+        return classmethod(torch_function)
 
     def step_ended(self) -> bool:
         """Note that an optimizer has stepped. Returns whether nothing follows from later steps."""

@@ -251,10 +251,13 @@ def build_attention(original: Any, casts: CastState) -> Callable[..., Any] | Non
         return None
 
     def run_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        query, key, value = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
-        if query is None or key is None or value is None or query.is_nested:
-            return NotImplemented
-        if not in_fp16 and _is_fast_in_bf16(query, key):
+        given = args[:3] if len(args) > 2 else (*args, *map(kwargs.get, _NAMES[len(args) :]))
+        for one in given:
+            # Missing ones, wrong ones and proxies go to torch.
+            if not isinstance(one, Tensor) or one.is_nested or one.dim() < 2:
+                return NotImplemented
+        query = given[0]
+        if not in_fp16 and _is_fast_in_bf16(query, given[1]):
             return NotImplemented
         # Where casts are off only a half model's attention comes in half.
         if not casts.eligible(query) or (query.dtype is torch.float32 and casts.thread.now().on is not True):

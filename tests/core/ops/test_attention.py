@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
@@ -236,3 +238,73 @@ def test_half_models_compute_it_in_fp32_too(level: str, units: str | None, monke
     torch.testing.assert_close(result.float(), expected, atol=2e-2, rtol=2e-2)
     result.float().sum().backward()
     assert all(param.grad.isfinite().all() for param in model.parameters())
+
+
+WRONG: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "a number": lambda x: (x, 1, x),
+    "a list": lambda x: (x, [1], x),
+    "a number as query": lambda x: (1, x, x),
+    "an array": lambda x: (x.numpy(), x, x),
+    "a vector": lambda x: (x[0, 0, 0], x, x),
+    "a vector as key": lambda x: (x, x[0, 0, 0], x),
+    "other sizes": lambda x: (x, x[..., :3], x),
+}
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_refused_by_torch(name: str, level: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    wrong = WRONG[name](torch.randn(2, 2, 4, 8))
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        F.scaled_dot_product_attention(*wrong)
+    if level is None:
+        autoamp.init(dtype=torch.bfloat16, device_type="cpu")
+    else:
+        autoamp.initialize(torch.nn.Linear(1, 1), opt_level=level, dtype=torch.bfloat16, device_type="cpu", verbosity=0)
+    with pytest.raises(type(expected.value)):
+        F.scaled_dot_product_attention(*wrong)
+
+
+def test_a_graph_of_proxies_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_units(None, monkeypatch)
+    autoamp.init(dtype=torch.bfloat16, device_type="cpu")
+    graph = torch.fx.symbolic_trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v))
+    x = torch.randn(2, 2, 24, 8)
+    torch.testing.assert_close(
+        graph(x, x, x).float(), F.scaled_dot_product_attention(x, x, x).float(), atol=2e-2, rtol=2e-2
+    )
+
+
+MASKS = {"lower right": causal_lower_right, "upper left": causal_upper_left}
+
+
+@pytest.mark.parametrize("level", [None, "modules", "O1", "O2", "O3"])
+@pytest.mark.parametrize("half", list(HALVES))
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("keys", [40, 24])
+def test_a_causal_bias_masks(
+    keys: int, mask: str, half: str, level: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_units(None, monkeypatch)
+    torch.manual_seed(0)
+
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            bias = MASKS[mask](x.shape[-2], y.shape[-2])
+            return F.scaled_dot_product_attention(self.proj(x), self.proj(y), self.proj(y), bias)
+
+    model: Any = Masked()
+    x, y = torch.randn(2, 2, 24, 8), torch.randn(2, 2, keys, 8)
+    expected = model(x, y)
+    if level in (None, "modules"):
+        autoamp.init(dtype=HALVES[half], device_type="cpu", scope="modules" if level else "global")
+    else:
+        autoamp.initialize(model, opt_level=level, dtype=HALVES[half], device_type="cpu", verbosity=0)
+    found = model(x, y)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found.float(), expected, atol=3e-2, rtol=3e-2)
