@@ -42,8 +42,8 @@ from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, several_p
 from autoamp.tensors import HALF_DTYPES, without_grad
 from autoamp.torch_private import current_graph_task, disable_in_dynamo
 
-# So many elements of gradients, 4 MiB in fp32, may be cast at once: to sort them takes time, and each part a launch.
-_SMALL = 2**20
+# So many elements of gradients may be cast to fp32 at once: each part costs a launch.
+_SMALL = 2**17
 
 
 class MasterWeights:
