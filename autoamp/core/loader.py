@@ -348,14 +348,13 @@ def half_model_table(table: CastTable, device_type: str | None = None) -> CastTa
         device_type: As for `load_table`.
     """
     of_sets = {f"lists/{name}.toml" for name in shipped_sets()}
-    if not of_sets.intersection(table.sources):
-        return table
     own = CastTable(
         tuple(rule for rule in table.rules if not (rule.origin.shipped and rule.origin.path in of_sets)),
         table.modules,
         tuple(name for name in table.sources if name not in of_sets),
     )
-    return shipped_table("o2", device_type).overlaid(own)
+    base = shipped_table("o2", device_type) if of_sets.intersection(table.sources) else CastTable()
+    return base.overlaid(own)
 
 
 def _merged(layers: Iterable[CastTable], device_type: str | None) -> CastTable:

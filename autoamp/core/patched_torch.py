@@ -219,15 +219,12 @@ class PatchedTorch:
             self._optimizers.sites.restore()
         finally:
             foreign = self.patches.restore()
-            self._forget()
+            self._scripted.forget()
+            self._built.clear()
+            self._named.clear()
+            self._waiting.clear()
+            self._targets = {False: {}, True: {}}
         return foreign
-
-    def _forget(self) -> None:
-        self._scripted.forget()
-        self._built.clear()
-        self._named.clear()
-        self._waiting.clear()
-        self._targets = {False: {}, True: {}}
 
     def patch_anew(self) -> None:
         """Take the patches back and put them in place again, for other observers."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from autoamp.core import CastTable, admits_version
+from autoamp.core import CastTable, admits_version, half_model_table
 from autoamp.errors import ListFileError
 from tests.core.rules._shared import list_sets, load, policies
 
@@ -44,6 +44,14 @@ def test_what_handles_share_is_not_written_to() -> None:
         for field in dataclasses.fields(part):
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(part, field.name, None)
+
+
+def test_rules_of_shipped_sets_mean_nothing_inside_half_models() -> None:
+    default = load("default")
+    # Also in a table that names none of its sources.
+    for table in (default, CastTable(default.rules)):
+        own = [rule for rule in half_model_table(table).rules if rule.origin.path != "lists/o2.toml"]
+        assert own == []
 
 
 def test_a_version_needs_two_numbers() -> None:
