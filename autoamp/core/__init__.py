@@ -44,6 +44,7 @@ from autoamp.core.gradients import local_of as local_of
 from autoamp.core.gradients import mark_of as mark_of
 from autoamp.core.gradients import non_finite as non_finite
 from autoamp.core.gradients import scale_ as scale_
+from autoamp.core.gradients import several_processes as several_processes
 from autoamp.core.gradients import total_norm as total_norm
 from autoamp.core.gradients import true_gradient as true_gradient
 from autoamp.core.gradients import unscale_ as unscale_
@@ -100,7 +101,6 @@ from autoamp.core.patches import writing as writing
 from autoamp.core.policies import FALLBACKS as FALLBACKS
 from autoamp.core.policies import build_replacement as build_replacement
 from autoamp.core.ranks import RequestedGroup as RequestedGroup
-from autoamp.core.ranks import several_processes as several_processes
 from autoamp.core.rules import CastPolicy as CastPolicy
 from autoamp.core.rules import CastRule as CastRule
 from autoamp.core.rules import CastTable as CastTable

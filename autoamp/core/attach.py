@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.core.gradients import is_sharded, local_of, version_of, versions_of
-from autoamp.core.ranks import several_processes
+from autoamp.core.gradients import is_sharded, local_of, several_processes, version_of, versions_of
 from autoamp.errors import UsageError, kind_of
 from autoamp.tensors import HALF_DTYPES, without_grad
 

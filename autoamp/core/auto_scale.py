@@ -33,11 +33,10 @@ from autoamp.core.backward_pass import (
     scaled_gradients,
 )
 from autoamp.core.block import open_blocks
-from autoamp.core.gradients import is_flat, is_sharded
+from autoamp.core.gradients import is_flat, is_sharded, several_processes
 from autoamp.core.guard import StepGuard
 from autoamp.core.loss_scale import LossScaler, is_same_scale
 from autoamp.core.optimizers import Guards
-from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Step
 from autoamp.errors import UsageError, warn_user
 from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS

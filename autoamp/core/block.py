@@ -263,7 +263,8 @@ class ScaledBlock:
                 raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
         unscaled: set[int] = set()
         for guard in guards:
-            guard.grads.collect(new_pass=True)
+            if guard.masters is not None:
+                guard.masters.collect(new_pass=True)
             guard.grads.resolve_dropped_grads()
             # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
             # block of another scaler left is that scaler's, so it is checked before this block adds to it.
@@ -301,7 +302,8 @@ class ScaledBlock:
                 self._unscale(guards, warns=False)
             elif self._delay_unscale:
                 for guard in guards:
-                    guard.grads.collect()
+                    if guard.masters is not None:
+                        guard.masters.collect()
                     guard.grads.scale, guard.grads.delayed = self.scale, self._scaler if self._checks else None
             else:
                 self._unscale(guards, warns=True)
@@ -324,18 +326,19 @@ class ScaledBlock:
         another.
         """
         for guard in guards:
-            guard.grads.collect()
+            if guard.masters is not None:
+                guard.masters.collect()
         check = None
         if self._checks:
             check = OverflowCheck(self._scaler, self.scale, _unscaled(guards, self._scaler, self.scale))
+        without: list[StepGuard] = []
         for guard in guards:
-            # Ranks of a group reduce the flags of all: one without gradients takes part.
-            is_concerned = guard.grads.has_any() or guard.grads.group is not None
-            if warns and not is_concerned:
-                warn_without_gradients(guard.name, guard.grads.params())
-            guard.grads.scale, guard.grads.delayed = 1.0, None
-            if check is not None:
-                guard.grads.block_ended(check, is_concerned=is_concerned)
+            grads = guard.grads
+            grads.scale, grads.delayed = 1.0, None
+            is_concerned = grads.block_ended(check) if check is not None else grads.has_any() or grads.group is not None
+            without += [] if is_concerned else [guard]
+        for guard in without if warns else ():
+            warn_without_gradients(guard.name, guard.grads.params())
 
     # -- backward passes --
 
@@ -404,10 +407,11 @@ def _unscaled(guards: Sequence[StepGuard], scaler: LossScaler, scale: Scale) -> 
     An overflow of an earlier block stays in the gradients of its optimizer. It says nothing of this loss, so an
     optimizer whose earlier check tells of one has no part in the flags.
     """
-    params = [param for guard in guards for param in guard.grads.params() if param.grad is not None]
+    params = [param for guard in guards for param in guard.grads.params()]
     waiting = [guard for guard in guards if guard.grads.checks] if len(guards) > 1 else []
     if not waiting:
         return unscale_(params, scale, scaler.unread.blank)
+    params = [param for param in params if param.grad is not None]
     # Inf in a gradient that several of them step by concerns those without an earlier check too.
     count = Counter(id(param.grad) for param in params)
     flags: list[Tensor] = []

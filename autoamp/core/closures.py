@@ -104,7 +104,8 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
             before.restore(grads.params())
         loss = _call_closure(guard, closure)
         guard.owner().refuse_scaled(guard)
-        grads.collect()
+        if guard.masters is not None:
+            guard.masters.collect()
         grads.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)
         if (group := grads.group) is not None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.weak import TensorWeakRef
 
 from autoamp.core.loss_scale import Factor, Scale, inverse_scale
@@ -31,11 +32,19 @@ _Name = TypeVar("_Name")
 _MASKED_FILL: Any = torch.Tensor.masked_fill_
 
 Mark = tuple[TensorWeakRef, int | None]
+_AVAILABLE = dist.is_available()
 _REAL = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _KIND = operator.attrgetter("device", "dtype", "layout")
 _CONTIGUOUS, _NEGATED, _INFERENCE = torch.Tensor.is_contiguous, torch.Tensor.is_neg, torch.Tensor.is_inference
+
+
+def several_processes() -> bool:
+    """Whether there is a process group of more than one process."""
+    # As torch's own functions find out, which take three times as many calls.
+    world: Any = dist.group.WORLD if _AVAILABLE else None
+    return world is not None and world.size() > 1
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -265,7 +274,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
 def _values_by_kind(params: Iterable[torch.Tensor]) -> dict[DeviceAndDtype, list[torch.Tensor]]:
     """Return the values of all gradients as `_writable_grads` does, by device and dtype."""
     params = list(params)
-    grads: list[Any] = [param.grad for param in params if param.grad is not None]
+    grads: list[Any] = [grad for param in params if (grad := param.grad) is not None]
     if {*map(type, grads)} == {torch.Tensor} and len({*map(id, grads)}) == len(grads):
         # Of one kind, written in place as they are: seen by sweeps that hundreds of parameters do not slow.
         kinds = {*map(_KIND, grads)}
@@ -398,12 +407,12 @@ def marks_of(params: Iterable[torch.Tensor]) -> dict[int, tuple[weakref.ref[torc
     By sweeps that hundreds of parameters do not slow: this runs in each step. What a plain weak reference gives is
     compared and nothing else, so it need not be a `TensorWeakRef`.
     """
-    known = [param for param in params if param.grad is not None]
-    grads: list[Any] = [param.grad for param in known]
+    known = {id(param): grad for param in params if (grad := param.grad) is not None}
+    grads: list[Any] = list(known.values())
     versions = versions_of(grads)
     if not _PLAIN.issuperset(map(type, grads)):
         versions = [None if is_sharded(grad) else version for grad, version in zip(grads, versions, strict=True)]
-    return dict(zip(map(id, known), zip(map(weakref.ref, grads), versions, strict=True), strict=True))
+    return dict(zip(known, zip(map(weakref.ref, grads), versions, strict=True), strict=True))
 
 
 def unchecked(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autoamp.core.attach import AttachedMethod, named_params, stepped_params, takes_flag
 from autoamp.core.closures import forget_state, state_size, step_with_closure
-from autoamp.core.gradients import found_any, marks_of, non_finite, unchecked, unscale_
+from autoamp.core.gradients import found_any, marks_of, non_finite, several_processes, unchecked, unscale_
 from autoamp.core.loss_scale import LossScaler, Scale
 from autoamp.core.masters import MasterWeights
 from autoamp.core.ranks import (
@@ -32,7 +32,6 @@ from autoamp.core.ranks import (
     powered_norm,
     reduce_found_inf,
     reduce_partial,
-    several_processes,
     sync_group,
 )
 from autoamp.core.steps import GuardHost, Step, StepHistory
@@ -165,11 +164,6 @@ class GradChecks:
         """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
-    def collect(self, *, new_pass: bool = False) -> None:
-        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
-        if self.masters is not None:
-            self.masters.collect(new_pass=new_pass)
-
     @property
     def scalers(self) -> Sequence[LossScaler]:
         """All loss scalers of the optimizer, in the same order on all ranks."""
@@ -199,22 +193,21 @@ class GradChecks:
         self.checks.append(check)
         self.last, self.agreed = (check.scaler, check.scale), False
 
-    def block_ended(self, check: OverflowCheck, *, is_concerned: bool) -> None:
-        """Take note of what a block unscaled, and keep its check if that concerns the optimizer."""
+    def block_ended(self, check: OverflowCheck) -> bool:
+        """Take note of what a block unscaled; tell whether its check concerns the optimizer, and keep it then."""
         self._unscaled = self.params()
         # All of them, anew: nothing stays of parameters that the optimizer steps no more.
         self.checked = marks_of(self._unscaled)
         self.last, self.agreed = (check.scaler, check.scale), False
-        if is_concerned:
+        # Ranks of a group reduce the flags of all: one without gradients takes part.
+        if is_concerned := bool(self.checked) or self.group is not None:
             self.checks.append(check)
+        return is_concerned
 
     def added_params(self) -> list[Tensor]:
         """Return the parameters that the optimizer got after the last block."""
-        params = self.params()
-        if self._unscaled is None or len(params) == len(self._unscaled):
-            return []
-        known = set(map(id, self._unscaled))
-        return [param for param in params if id(param) not in known]
+        known = set(map(id, self._unscaled or ()))
+        return [] if self._unscaled is None else [param for param in self.params() if id(param) not in known]
 
     def finish_delayed(self, done: set[int] | None = None) -> None:
         """Unscale and check what ``delay_unscale`` left scaled, or what was added after the last block.
@@ -228,10 +221,11 @@ class GradChecks:
         if self.delayed is not None:
             scaler, scale, scaled = self.delayed, self.scale, params
             self.delayed, self.scale = None, 1.0
-        elif self.last is not None and (scaled := self.added_params()):
-            scaler, scale = self.last
-        else:
+        elif self.last is None or self._unscaled is None or len(params) == len(self._unscaled):
             return
+        else:
+            scaler, scale = self.last
+            scaled = self.added_params()
         self._unscaled, done = params, set() if done is None else done
         scaled = [param for param in scaled if id(param) not in done]
         done.update(map(id, scaled))
@@ -345,8 +339,8 @@ class GradChecks:
             makes_gradients: Whether the step is going to make gradients of its own, by a closure.
             last_step: The step before that which begins now, if one does.
         """
-        group = self.group
-        params = self.params()
+        several, params = several_processes(), self.params()
+        group = self.group if several else None
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
             found = self._look(params if (last_step or self._history.step).skipped else unchecked(params, self.checked))
@@ -360,7 +354,7 @@ class GradChecks:
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
         elif self.checks:
-            pending = params if several_processes() else unchecked(params, self.checked)
+            pending = params if several else unchecked(params, self.checked)
             if pending and (found := self._look(pending)):
                 last = self.checks[-1]
                 self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
@@ -499,23 +493,28 @@ class StepGuard:
                 f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
             )
         closure = args[0] if args else kwargs.get("closure")
-        last_step = self.history.step
+        evaluates, owner, grads, last_step = callable(closure), self.owner(), self.grads, self.history.step
         self.history.begin()
-        self.owner().step_begins(self)
-        if not callable(closure):
-            self.owner().refuse_scaled(self)
-        self.grads.collect()
-        self.grads.finish_delayed()
-        self.grads.recheck(makes_gradients=callable(closure), last_step=last_step)
+        owner.step_begins(self)
+        if not evaluates:
+            owner.refuse_scaled(self)
+        if self.masters is not None:
+            self.masters.collect()
+        grads.finish_delayed()
+        grads.recheck(makes_gradients=evaluates, last_step=last_step)
         try:
             if callable(closure):
                 result = step_with_closure(self, closure, original, args, kwargs)
+            elif (flag := self._flag_for_device()) is not None:
+                result = self._step_by_flag(flag, original, args, kwargs)
+            elif (blamed := grads.resolve()) is not None or self.is_refused():
+                result = self.skip(blamed)
             else:
-                result = self._step_by_checks(original, args, kwargs)
+                result = self.take(original, args, kwargs)
         finally:
-            self.grads.agreed = False
+            grads.agreed = False
             self.params_changed()
-        self.owner().steps.end(self.history.step)
+        owner.steps.end(self.history.step)
         return result
 
     @contextlib.contextmanager
@@ -531,13 +530,10 @@ class StepGuard:
         """Whether ``on_nonfinite`` refuses the step, by gradients that no loss scale checked."""
         return self.owner().steps.refuses(self.optimizer, self)
 
-    def _step_by_checks(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flag = self._flag_for_device()
-        if flag is None:
-            blamed = self.grads.resolve()
-            if blamed is not None or self.is_refused():
-                return self.skip(blamed)
-            return self.take(original, args, kwargs)
+    def _step_by_flag(
+        self, flag: Tensor, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let an optimizer step or skip by itself, as a flag on its device tells it."""
         optimizer = self.optimizer
         known = state_size(optimizer)
         optimizer.found_inf = flag
@@ -565,7 +561,7 @@ class StepGuard:
         The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
         too, nor where the program has given a flag itself.
         """
-        optimizer = self.optimizer
+        optimizer = self._optimizer()
         if (
             not takes_flag(optimizer)
             or getattr(optimizer, "found_inf", None) is not None
@@ -591,13 +587,18 @@ class StepGuard:
             self.masters.refresh(first_step=True, local=asked is not None and asked.replicas == 1)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, self.stepping = self.stepping, True
+        owner, key = self.owner(), id(self._optimizer())
+        self.stepping = True
+        owner.running.add(key)
         try:
-            self.begin_masters()
-            casts = self.owner().casts
-            return (original if casts is None else casts.thread.with_mode(original, False))(*args, **kwargs)
+            if self.masters is not None:
+                self.begin_masters()
+            if owner.casts is None:
+                return original(*args, **kwargs)
+            return owner.casts.thread.with_mode(original, False)(*args, **kwargs)
         finally:
-            self.stepping = before
+            owner.running.discard(key)
+            self.stepping = False
 
     def skip(self, blamed: OverflowCheck | None) -> Any:
         """Count a skipped step; None for one that ``on_nonfinite`` has refused, and counted.

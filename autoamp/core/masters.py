@@ -37,8 +37,8 @@ from autoamp.core.attach import (
     release_master,
     written_masters,
 )
-from autoamp.core.gradients import is_sharded, local_of, widened
-from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, several_processes, watch_wrappers
+from autoamp.core.gradients import is_sharded, local_of, several_processes, widened
+from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, watch_wrappers
 from autoamp.tensors import HALF_DTYPES, without_grad
 from autoamp.torch_private import current_graph_task, disable_in_dynamo
 

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from autoamp.core.attach import named_params, stepped_params
 from autoamp.core.block import open_blocks
-from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, total_norm
+from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, several_processes, total_norm
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
 from autoamp.core.masters import all_masters, before_pass
 from autoamp.core.optimizers import Guards
-from autoamp.core.ranks import several_processes
 from autoamp.core.steps import Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.tensors import is_capturing, iter_tensors, without_grad
@@ -187,7 +186,11 @@ class NonFiniteSteps:
         return backward
 
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
-        """Look at a step with casts off; see `_look`."""
+        """Look at a step with casts off; see `_look`. Most steps have gradients that a loss scale checked: at once."""
+        steps = self._optimizers.steps
+        asked = self._action != "warn" or self._scaler_steps or steps.reads_flags
+        if guard is not None and guard.grads.resolved and not asked and all(map(_is_passed_over, steps.losses)):
+            return False
         # The handle may have other casts by the time of a step.
         return self._optimizers.casts.thread.with_mode(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
 
@@ -309,6 +312,11 @@ class NonFiniteSteps:
             self._told |= {None, place}
             warn_user(f"{told}. Others are counted")
         return told
+
+
+def _is_passed_over(loss: Tensor) -> bool:
+    """Whether nothing is to be told of a loss whose gradients a loss scale has checked."""
+    return math.isfinite(loss) if type(loss) is Tensor and loss.is_cpu else not loss.is_cpu
 
 
 @without_grad

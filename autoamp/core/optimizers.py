@@ -15,13 +15,13 @@ from torch.nn import Module
 from autoamp.core.attach import ScalesItself, master_of, refuse_unguardable, stepped_params
 from autoamp.core.block import NeedsWith, ScaledBlock, StillScaled
 from autoamp.core.casts import CastState
-from autoamp.core.gradients import total_norm
+from autoamp.core.gradients import several_processes, total_norm
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler, LossScalers, Scale, as_list, scaled_loss
 from autoamp.core.masters import MasterWeights
 from autoamp.core.patch_sites import PatchSites
-from autoamp.core.ranks import RequestedGroup, compare_ranks, rank_sets, several_processes
+from autoamp.core.ranks import RequestedGroup, compare_ranks, rank_sets
 from autoamp.core.steps import GuardHost, Steps, UnderflowWatch, check_optimizer
 from autoamp.errors import UsageError, kind_of
 
@@ -38,7 +38,7 @@ class Guards(GuardHost[StepGuard]):
         loss_scalers: Those that were given, and all that came later.
         steps: How many there were, and what is known of the last one.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
-        running: Optimizers of torch's classes whose step runs now, by id.
+        running: Optimizers whose step runs now, by id.
         still_scaled: The parameters whose gradients a block left scaled.
         facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target; None
             for optimizers of no handle.
@@ -397,7 +397,8 @@ def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     none = total_norm((), norm_type)
     norms: list[Tensor] = []
     for guard in guards:
-        guard.grads.collect()
+        if guard.masters is not None:
+            guard.masters.collect()
         guard.grads.finish_delayed()
         norms.append(guard.grads.norm(norm_type))
     if not norms:

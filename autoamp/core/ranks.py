@@ -37,15 +37,6 @@ from autoamp.core.patches import listen
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES
 
-_AVAILABLE = dist.is_available()
-
-
-def several_processes() -> bool:
-    """Whether there is a process group of more than one process."""
-    # As torch's own functions find out, which take three times as many calls.
-    world: Any = dist.group.WORLD if _AVAILABLE else None
-    return world is not None and world.size() > 1
-
 
 def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
     """Return the meshes of all DTensors among some tensors, each once."""
@@ -365,7 +356,7 @@ def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
 
 def living_wrappers() -> list[DistributedDataParallel]:
     """Return every DistributedDataParallel of the process. Takes tens of milliseconds in a process group."""
-    objects = gc.get_objects() if _AVAILABLE and dist.is_initialized() else ()
+    objects = gc.get_objects() if dist.is_available() and dist.is_initialized() else ()
     # By type: a proxy may answer for what it stands for.
     return [found for found in objects if issubclass(type(found), DistributedDataParallel)]
 

@@ -171,14 +171,6 @@ def _paths(modules: Iterable[Module], wanted: Iterable[Module]) -> dict[Module, 
 _MAX_LOSSES = 256
 
 
-def compacted(tensor: Tensor) -> Tensor:
-    """Return a plain tensor without the rest of a larger one, which it would keep; any other tensor as it is."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    if not is_plain or tensor.untyped_storage().nbytes() <= tensor.nbytes:
-        return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 class Steps:
     """The steps of all optimizers of a handle together: how many, the last one, and the losses since.
 
@@ -253,7 +245,10 @@ class Steps:
         self.waiting += waits
         if loss.numel() == 1 and len(self.losses) < _MAX_LOSSES:
             with undisturbed() if has_modes() else contextlib.nullcontext():
-                value = compacted(loss.detach())
+                value = loss.detach()
+                if type(value) is Tensor and value.layout is torch.strided:
+                    # Not all of a larger tensor, which it would keep.
+                    value = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
             self.losses.append(value)
             if type(scale) is float and scale == 1.0:
                 self.unscaled.append(value)
@@ -314,6 +309,7 @@ class GuardHost(Generic[Guard]):
 
     def __init__(self) -> None:
         self.steps = Steps(self.listeners)
+        self.running: set[int] = set()
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -410,7 +406,8 @@ class StepHistory:
             scale: The one that was too high.
             late: Whether others may have been taken since.
         """
-        self.catch_up()
+        if self.step.unread is not None:
+            self.step.unread.catch_up()
         step.unread, step.is_late = None, late
         owner = self.owner()
         if skipped_by is None:

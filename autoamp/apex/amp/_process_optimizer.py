@@ -65,7 +65,8 @@ class AmpOptimizerState(GroupsOfMasters):
         if self.params_have_scaled_gradients or self._aside:
             return
         # Gradients of half parameters become their masters', so each is put aside once.
-        guard.grads.collect()
+        if guard.masters is not None:
+            guard.masters.collect()
         guard.grads.resolve_dropped_grads()
         self._aside = [(param, param.grad) for param in guard.grads.params() if param.grad is not None]
         # Checks of these gradients are put aside too: the block of `post_backward` sees other gradients.
@@ -90,7 +91,8 @@ class AmpOptimizerState(GroupsOfMasters):
             pass
         for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-        guard.grads.collect()
+        if guard.masters is not None:
+            guard.masters.collect()
         guard.grads.checks = [*found, *guard.grads.checks]
 
     def _guard(self, name: str) -> StepGuard:

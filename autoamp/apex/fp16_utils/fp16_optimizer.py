@@ -200,7 +200,7 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
     def update_master_grads(self) -> None:
         """Unscale and check the gradients that ``backward(..., update_master_grads=False)`` left scaled."""
         self._guard.owner().refuse_scaled(self._guard)
-        self._guard.grads.collect()
+        self._masters.collect()
         self._guard.grads.finish_delayed()
 
     def masters_from_model(self) -> None:
