@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.attach import guard_before, living_optimizers_and_modules, stepped_params
-from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_, version_of
+from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_, version_of, versions_of
 from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_ratio
 from autoamp.core.steps import warn_without_gradients
@@ -46,6 +46,9 @@ class StillScaled:
         # The parameters that none of them had by then: one that is made later may step them.
         self._in_no_optimizer: list[weakref.ref[Tensor]] = []
         self.threads: set[int] = set()
+        # How many optimizers and guards came, and by then the guards, by id, that were all there is to step anything.
+        self._came = 0
+        self._alone: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def any_noted(self) -> bool:
@@ -79,13 +82,20 @@ class StillScaled:
         params = params if alone else [param for param in params if engine_reaches(param)]
         if not params:
             return
-        before = [(param, param.grad, _version(param.grad)) for param in params]
+        # By sweeps that hundreds of parameters do not slow: most passes write to none of them.
+        grads = [param.grad for param in params]
+        present = [grad for grad in grads if grad is not None]
+        versions = versions_of(present)
 
         def note() -> None:
             if alone and len(self.threads) > 1:
                 return
+            is_same = [param.grad is grad for param, grad in zip(params, grads, strict=True)]
+            if versions_of(present) == versions and all(is_same):
+                return
             # What the program writes to them later, within the block or after it, counts.
-            written = [one for one, grad, version in before if one.grad is not grad or _version(grad) != version]
+            changed = {id(grad) for grad, version in zip(present, versions, strict=True) if version_of(grad) != version}
+            written = [one for one, same in zip(params, is_same, strict=True) if not same or id(one.grad) in changed]
             self.note(written, scale, reason)
 
         at_end_of_pass(note)
@@ -146,9 +156,10 @@ class StillScaled:
         # Copied by one call, as another thread may make an optimizer meanwhile.
         return [] if living is None else [one for reference in list(living.data) if (one := reference()) is not None]
 
-    def optimizer_made(self, optimizer: Any) -> None:
-        """Take note of an optimizer of torch's class."""
-        if self._living is not None:
+    def optimizer_made(self, optimizer: Any = None) -> None:
+        """Take note of an optimizer of torch's class, or that there is another guard."""
+        self._came += 1
+        if self._living is not None and optimizer is not None:
             self._living.add(optimizer)
 
     def others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
@@ -158,6 +169,9 @@ class StillScaled:
             guards: Those of a block. What their optimizers step as well is left out.
             scale: Of the block.
         """
+        known = self._came, tuple(map(id, guards))
+        if known == self._alone:
+            return []
         if self._living is None:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
@@ -172,9 +186,14 @@ class StillScaled:
         for guard in apart:
             others += guard.grads.leaves()
         if not others:
+            self._alone = known if theirs.keys() <= set(guards) else None
             return []
-        left_out = {id(leaf) for guard in theirs if guard not in apart for leaf in guard.grads.leaves()}
-        return list({id(param): param for param in others if id(param) not in left_out}.values())
+        unique = dict(zip(map(id, others), others, strict=True))
+        for guard in theirs:
+            if guard not in apart:
+                for key in unique.keys() & set(map(id, guard.grads.leaves())):
+                    del unique[key]
+        return list(unique.values())
 
     def _find_living(self) -> None:
         """Find all optimizers of torch's class, and the parameters of modules that none of them steps."""
@@ -187,10 +206,6 @@ class StillScaled:
         # A module that is half built has no parameters.
         found = (param for module in modules for param in vars(module).get("_parameters", {}).values())
         self._in_no_optimizer = [weakref.ref(one) for one in found if one is not None and id(one) not in held]
-
-
-def _version(gradient: Tensor | None) -> int | None:
-    return None if gradient is None else version_of(gradient)
 
 
 class _Count:

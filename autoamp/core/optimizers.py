@@ -106,6 +106,7 @@ class Guards(GuardHost[StepGuard]):
                 "the loss as optimizer.step(closure), or call scale_loss before step()"
             )
         guard = self._guards[optimizer] = StepGuard(optimizer, lambda: self, masters=masters)
+        self.still_scaled.optimizer_made()
         return guard
 
     @property
@@ -270,6 +271,7 @@ class Guards(GuardHost[StepGuard]):
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
+            self.still_scaled.optimizer_made()
             return
         self.still_scaled.optimizer_made(optimizer)
         # A half-built optimizer has no groups.
@@ -318,11 +320,11 @@ class LossBlock(NeedsWith):
             for guard in guards:
                 owner.forget_added(guard)
             left = owner.still_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
-        owner.steps.note(loss, scaler.scale_without_sync(), waits=True)
         block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
         scale = block.__enter__()
         self._block = block
         try:
+            owner.steps.note(loss, scale, waits=True)
             for param, earlier, reason in left:
                 # The block multiplied them by its scale once more.
                 owner.still_scaled.note([param], earlier, reason)
