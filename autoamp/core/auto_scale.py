@@ -1,4 +1,4 @@
-"""Loss scaling for programs that know nothing of it, and what stands around all steps of torch's optimizers.
+"""Loss scaling for programs that know nothing of it, and what stands around all backward passes and optimizer steps.
 
 ``loss.backward()`` scales, and gradients come out unscaled. The scale goes in with the gradient of the root, so the
 graph is the program's own, and comes out of each gradient where it arrives at a leaf. What was found there goes as one
@@ -36,10 +36,12 @@ from autoamp.core.block import open_blocks
 from autoamp.core.gradients import is_flat, is_sharded, several_processes
 from autoamp.core.guard import StepGuard
 from autoamp.core.loss_scale import LossScaler, is_same_scale
+from autoamp.core.masters import all_masters, before_pass
 from autoamp.core.optimizers import Guards
 from autoamp.core.steps import Step
 from autoamp.errors import UsageError, warn_user
-from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS
+from autoamp.tensors import iter_tensors
+from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS, current_graph_task
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +182,7 @@ class AutoScale:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            roots = _listed(tensors)
+            roots = [tensors] if isinstance(tensors, Tensor) else _listed(tensors)
             if not (self.active or self._passes.by_run):
                 original(roots, grad_tensors, retain_graph, create_graph, grad_variables=grad_variables, inputs=inputs)
                 return
@@ -285,7 +287,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 class OptimizerSteps:
-    """Stands around all steps of torch's optimizers while the handle is active, and looks at what clips gradients.
+    """Stands around all backward passes and optimizer steps while the handle is active; looks at what clips gradients.
 
     Args:
         optimizers: Those of the handle, with their guards.
@@ -301,6 +303,36 @@ class OptimizerSteps:
         """Give a new optimizer masters, if it gets some."""
         if self._optimizers.casts.enabled:
             self._optimizers.optimizer_made(optimizer)
+
+    def around_backward(self, original: Any) -> Any:
+        """Return what stands for `torch.autograd.backward`: it gets masters ready, and notes losses nobody scales.
+
+        Listeners see the gradients that the pass begins with, multiplied where it is scaled.
+        """
+        optimizers = self._optimizers
+
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            compiling: bool = torch.compiler.is_compiling()
+            # In this order: Dynamo reads no set of weak references.
+            if compiling or all_masters.data:
+                before_pass()
+            # A pass within a pass is a checkpoint's.
+            if compiling or current_graph_task() != -1:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            if optimizers.steps.waiting:
+                optimizers.steps.waiting -= 1
+            else:
+                for root in iter_tensors(tensors):
+                    if root.grad_fn is not None and root.is_floating_point():
+                        optimizers.steps.note(root, 1.0)
+            if not optimizers.listeners.backward_begun:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            with contextlib.ExitStack() as stack:
+                for hear in optimizers.listeners.backward_begun:
+                    stack.enter_context(hear((grad_tensors, kwargs.get("grad_variables"))))
+                return original(tensors, grad_tensors, *args, **kwargs)
+
+        return self._auto_scaling.around_backward(backward)
 
     def around_step(self, step: Any) -> Any:
         """Return a step that the optimizer's guard, if it has one, takes or skips."""

@@ -280,7 +280,8 @@ class ScaledBlock:
         for guard in guards:
             if guard.masters is not None:
                 guard.masters.collect(new_pass=True)
-            guard.grads.resolve_dropped_grads()
+            if guard.grads.checks:
+                guard.grads.resolve_dropped_grads()
             # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
             # block of another scaler left is that scaler's, so it is checked before this block adds to it.
             if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():

@@ -66,6 +66,7 @@ class OverflowCheck:
         scaler_heard: The result that the scaler has heard.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         is_complete: Whether nothing more is going to be found. Then a step may leave it unread.
+        found: The flags that are to be read; none once they were.
     """
 
     def __init__(
@@ -81,12 +82,7 @@ class OverflowCheck:
         self.scaler_heard: _ScalerHeard = _ScalerHeard() if earlier is None else earlier.scaler_heard
         self.overflowed: bool | None = None
         self.is_complete = running is None
-        self._found, self._running = found, running
-
-    @property
-    def found(self) -> Sequence[Tensor]:
-        """The flags that are to be read; none once they were."""
-        return self._found if self.overflowed is None else ()
+        self.found, self._running = found, running
 
     @property
     def cleared(self) -> Sequence[Tensor]:
@@ -95,7 +91,7 @@ class OverflowCheck:
 
     def agree(self, found: Tensor) -> None:
         """Go by what all ranks found from now on."""
-        self._found = (found,)
+        self.overflowed, self.found = None, (found,)
 
 
 def read_checks(checks: Sequence[OverflowCheck]) -> None:
@@ -104,7 +100,7 @@ def read_checks(checks: Sequence[OverflowCheck]) -> None:
     unread = {id(check): (check, check.found) for check in checks if check.overflowed is None}.values()
     values = found_any([flag for _, flags in unread for flag in flags])
     for check, flags in unread:
-        check.overflowed = any(values[: len(flags)])
+        check.overflowed, check.found = any(values[: len(flags)]), ()
         values = values[len(flags) :]
 
 
@@ -386,7 +382,6 @@ class GradChecks:
         )
         self.agreed = True
         for check in own:
-            check.overflowed = None
             check.agree(reduction.of_scalers[_place_of(check.scaler, scalers)])
         if own or reduction.has_checks:
             scaler, scale = self.last or (scalers[0], scalers[0].loss_scale)
@@ -495,9 +490,7 @@ class StepGuard:
         closure = args[0] if args else kwargs.get("closure")
         evaluates, owner, grads, last_step = callable(closure), self.owner(), self.grads, self.history.step
         self.history.begin()
-        owner.step_begins(self)
-        if not evaluates:
-            owner.refuse_scaled(self)
+        owner.step_begins(self, evaluates=evaluates)
         if self.masters is not None:
             self.masters.collect()
         grads.finish_delayed()
@@ -607,7 +600,8 @@ class StepGuard:
             NonFiniteGradientsError: There were too many in a row.
         """
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
-        self.optimizer._opt_called = True
+        optimizer: Any = self._optimizer()
+        optimizer._opt_called = True
         if blamed is None:
             self.history.step.skipped_by = "on_nonfinite"
             return

@@ -630,7 +630,7 @@ class LossScalers:
         Raises:
             UsageError: There is none of that number.
         """
-        choices = [self.latest]
+        choices = [self.all if self._current is None else self._current]
         if self._current is not None:
             # What no weak reference can be made to is refused where it is guarded.
             with contextlib.suppress(TypeError):

@@ -12,7 +12,6 @@ arrived.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -30,12 +29,10 @@ from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, se
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
-from autoamp.core.masters import all_masters, before_pass
 from autoamp.core.optimizers import Guards
 from autoamp.core.steps import Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.tensors import is_capturing, iter_tensors, without_grad
-from autoamp.torch_private import current_graph_task
+from autoamp.tensors import is_capturing, without_grad
 
 _VECTORS = 4
 _KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu")
@@ -157,33 +154,6 @@ class NonFiniteSteps:
             self._optimizers.steps.end(history.step)
 
     # -- without a loss scale --
-
-    def around_backward(self, original: Any) -> Any:
-        """Return a replacement of `torch.autograd.backward`: it gets masters ready, and notes losses nobody scales."""
-        optimizers = self._optimizers
-
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            compiling: bool = torch.compiler.is_compiling()
-            # In this order: Dynamo reads no set of weak references.
-            if compiling or all_masters.data:
-                before_pass()
-            # A pass within a pass is a checkpoint's.
-            if compiling or current_graph_task() != -1:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            if optimizers.steps.waiting:
-                optimizers.steps.waiting -= 1
-            else:
-                for root in iter_tensors(tensors):
-                    if root.grad_fn is not None and root.is_floating_point():
-                        optimizers.steps.note(root, 1.0)
-            if not optimizers.listeners.backward_begun:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            with contextlib.ExitStack() as stack:
-                for hear in optimizers.listeners.backward_begun:
-                    stack.enter_context(hear((grad_tensors, kwargs.get("grad_variables"))))
-                return original(tensors, grad_tensors, *args, **kwargs)
-
-        return backward
 
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at a step with casts off; see `_look`. Most steps have gradients that a loss scale checked: at once."""

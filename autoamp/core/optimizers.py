@@ -174,9 +174,14 @@ class Guards(GuardHost[StepGuard]):
 
     # -- what guards ask and tell --
 
-    def step_begins(self, guard: StepGuard) -> None:
-        """Count a step, and compare settings with the ranks that step together with this one, once."""
+    def step_begins(self, guard: StepGuard, *, evaluates: bool) -> None:
+        """Count a step, and compare settings with the ranks that step together with this one, once.
+
+        UsageError: gradients are scaled still by which the optimizer would step, those that it does not make itself.
+        """
         self.steps.begin(guard.history.step)
+        if self.still_scaled.any_noted and not evaluates:
+            self.refuse_scaled(guard)
         if guard.grads.own_scalers:
             for scaler in guard.grads.own_scalers:
                 self.steps.add_own(scaler)

@@ -53,9 +53,9 @@ class Parts:
         calls: Around calls of modules, and what runs later or in another thread.
         models: Around state dicts of half models.
         regions: In regions of torch.autocast.
-        steps: Around steps of optimizers.
-        auto_scaling: Around backward passes that nobody scales.
-        nonfinite: Around backward passes, and around losses and steps that no loss scale checks.
+        steps: Around backward passes and steps of optimizers.
+        auto_scaling: Where a program makes what scaled passes have to know.
+        nonfinite: Around losses and steps that no loss scale checks.
     """
 
     calls: ModuleCalls
@@ -111,9 +111,7 @@ def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSi
         yield PatchSite(sys.modules[name], "parallel_apply", later, _all_later)
     yield PatchSite(autocast, "__enter__", [parts.regions.autocast_entered, auto_scaling.autocast_entered], _after)
     yield PatchSite(autocast, "__exit__", [parts.regions.autocast_left], _before_exit)
-    # The gradients of a pass are multiplied before listeners see them.
-    around_backward = [auto_scaling.around_backward, nonfinite.around_backward]
-    yield PatchSite(torch.autograd, "backward", around_backward, _around)
+    yield PatchSite(torch.autograd, "backward", [parts.steps.around_backward], _around)
     context = torch_private.CUSTOM_FUNCTION_CONTEXT
     yield PatchSite(context, "__init__", [calls.function_called], _after)
     yield PatchSite(context, "apply", [calls.around_function_backward], _around)

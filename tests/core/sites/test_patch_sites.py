@@ -37,19 +37,17 @@ class Silent:
         return types.MethodType(lambda self, original, *args, **kwargs: original, self)
 
 
-class Backward(Silent):
+class Exports(Silent):
     active = True
 
-    def around_backward(self, backward: Any) -> Any:
-        def replacement(*args: Any, **kwargs: Any) -> None:
+    def around_export(self, export: Any) -> Any:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
             HEARD.append(f"{self.name} begins")
-            backward(*args, **kwargs)
+            exported = export(*args, **kwargs)
             HEARD.append(f"{self.name} ends")
+            return exported
 
         return replacement
-
-    def autocast_entered(self, region: torch.autocast) -> None:
-        HEARD.append(self.name)
 
 
 class Steps(Silent):
@@ -108,19 +106,18 @@ def test_where_no_part_listens_torch_is_not_patched(patches: PatchSet) -> None:
         patches.restore()
 
 
-def test_parts_share_one_patch_the_first_is_outermost_and_told_first(patches: PatchSet) -> None:
-    original = torch.autograd.backward
-    patched(patches, auto_scaling=Backward("first"), nonfinite=Backward("second"))
-    assert names(patches).count("torch.autograd.backward") == 1
-    torch.ones(1, requires_grad=True).sum().backward()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert HEARD == ["first begins", "second begins", "second ends", "first ends", "first"]
+def test_parts_share_one_patch_and_the_first_is_outermost(patches: PatchSet) -> None:
+    original = torch.jit.trace
+    patched(patches, calls=Exports("first"), models=Exports("second"))
+    assert names(patches).count("torch.jit.trace") == 1
+    torch.jit.trace(torch.sin, torch.ones(1), check_trace=False)
+    assert HEARD == ["first begins", "second begins", "second ends", "first ends"]
     patches.restore()
-    assert torch.autograd.backward is original
+    assert torch.jit.trace is original
 
 
 def test_parts_are_told_when_torch_was_patched_and_restored(patches: PatchSet) -> None:
-    auto_scaling, nonfinite = Backward("one"), Backward("two")
+    auto_scaling, nonfinite = Exports("one"), Exports("two")
     auto_scaling.guard_all = lambda: HEARD.append("guards all")  # type: ignore[method-assign]
     nonfinite.catch_up = lambda: HEARD.append("catches up")  # type: ignore[method-assign]
     sites = patched(patches, auto_scaling=auto_scaling, nonfinite=nonfinite)
