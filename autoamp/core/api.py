@@ -16,7 +16,6 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy
 import torch
 
-from autoamp.core.dtype_notes import add_dtype_note
 from autoamp.core.handle import BaseHandle, Handle, NoOpHandle, Runtime, runtime_of
 from autoamp.core.loss_scale import LossScaler
 from autoamp.core.policies import Registry, check_decorated
@@ -158,7 +157,6 @@ class ActiveHandles:
     def _activate(self, handle: Handle) -> None:
         # Set before the listeners are called, which look for it here.
         self._handle, run = handle, runtime_of(handle)
-        run.casts.explain = lambda error: add_dtype_note(error, run)
         self.registry.use(run.casts)
         run.patched.patch(run.settings, self.registry.targets())
         run.ended = False

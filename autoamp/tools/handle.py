@@ -20,6 +20,7 @@ from autoamp.tools.buffer_writes import BufferWrites
 from autoamp.tools.capsule import CapsuleWriter
 from autoamp.tools.casts import CastTrace, Counts
 from autoamp.tools.consistency import Consistency, ConsistencyCheck
+from autoamp.tools.dtype_notes import add_dtype_note
 from autoamp.tools.explain import Explanation, explain
 from autoamp.tools.half_losses import HalfLosses
 from autoamp.tools.monitors import Followers, write_scalars
@@ -66,6 +67,7 @@ class Diagnostics(Looks):
         if settings.capsule is not None:
             self.overflows.capsules = CapsuleWriter(settings.capsule)
         self._optimizers, self._models = runtime.optimizers, runtime.models
+        runtime.casts.explain = functools.partial(add_dtype_note, runtime)
 
     def end(self) -> None:
         """Stop the recording, and end all observers: torch was restored for good."""

@@ -187,7 +187,7 @@ def test_a_class_of_several_modules_is_told_and_not_the_path_of_one(half: torch.
         return nn.Sequential(*(Part(lambda x: x + same(x, torch.zeros(2)).mean()) for _ in range(3)), nn.Linear(8, 8))
 
     note = note_on(lambda: train(net(), "O2", half))
-    entry = '{"modules": {"tests.core.runtime.test_dtype_notes.Part": "fp32"}}'
+    entry = '{"modules": {"tests.tools.test_dtype_notes.Part": "fp32"}}'
     assert note.endswith(f"initialize(..., lists={entry})")
     train(net(), "O2", half, eval(entry))
 

@@ -23,11 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core.casts import HALF_MODEL
-from autoamp.core.handle import Runtime
-from autoamp.core.loader import located
-from autoamp.core.rules import CastPolicy, ModulePrecision
-from autoamp.core.settings import class_name
+from autoamp.core import HALF_MODEL, CastPolicy, ModulePrecision, Runtime, class_name, located
 from autoamp.tensors import HALF_DTYPES, iter_tensors
 
 _ABOUT_DTYPES = re.compile(
@@ -39,12 +35,12 @@ _ABOUT_DTYPES = re.compile(
 _INTEGERS = re.compile(r"(?i)\b(u?int\d*|long|bool(?! or float)|byte|char|short)(tensor)?\b")
 
 
-def add_dtype_note(error: BaseException, runtime: Runtime) -> None:
+def add_dtype_note(runtime: Runtime, error: BaseException) -> None:
     """Add a note to torch's error about half tensors, once. Other exceptions stay as they are.
 
     Args:
-        error: An exception that leaves a patched op or a module's call; called where it is caught.
         runtime: Whose lists, models and overrides decide the dtypes.
+        error: An exception that leaves a patched op or a module's call; called where it is caught.
     """
     text = str(error)
     if "autoamp: " in str(getattr(error, "__notes__", "")) or not _ABOUT_DTYPES.search(text) or _INTEGERS.search(text):
