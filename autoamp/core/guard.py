@@ -255,6 +255,9 @@ class GradChecks:
         The first that overflowed is to blame, and its scaler goes lower. Those before it were clean. Those after it say
         nothing, as an inf stays in a gradient that is accumulated.
         """
+        if not self.checks:
+            self.resolved = ()
+            return None
         self.resolved, self.checks = self.checks, []
         checks = self.resolved
         read_checks(checks)
@@ -335,8 +338,11 @@ class GradChecks:
             makes_gradients: Whether the step is going to make gradients of its own, by a closure.
             last_step: The step before that which begins now, if one does.
         """
-        several, params = several_processes(), self.params()
-        group = self.group if several else None
+        several = several_processes()
+        if not several and not self.checks and self.last is None:
+            # No block or pass has checked any so far.
+            return
+        group, params = self.group if several else None, self.params()
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
             found = self._look(params if (last_step or self._history.step).skipped else unchecked(params, self.checked))
@@ -588,7 +594,12 @@ class StepGuard:
                 self.begin_masters()
             if owner.casts is None:
                 return original(*args, **kwargs)
-            return owner.casts.thread.with_mode(original, False)(*args, **kwargs)
+            thread = owner.casts.thread
+            token = thread.set(False)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                thread.reset(token)
         finally:
             owner.running.discard(key)
             self.stepping = False

@@ -35,8 +35,8 @@ from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
 from autoamp.tensors import is_capturing, without_grad
 
 _VECTORS = 4
-_KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu")
-_PLAIN = {(Tensor, torch.float32, torch.strided, True)}
+_KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu", "requires_grad")
+_PLAIN = {(Tensor, torch.float32, torch.strided, True, False)}
 # A scale that was backed off to 0 is told as this.
 _LOWEST = 2.0**-126
 
@@ -156,30 +156,24 @@ class NonFiniteSteps:
     # -- without a loss scale --
 
     def refuses_step(self, optimizer: Any, guard: StepGuard | None) -> bool:
-        """Look at a step with casts off; see `_look`. Most steps have gradients that a loss scale checked: at once."""
-        steps = self._optimizers.steps
-        asked = self._action != "warn" or self._scaler_steps or steps.reads_flags
-        if guard is not None and guard.grads.resolved and not asked and all(map(_is_passed_over, steps.losses)):
-            return False
-        # The handle may have other casts by the time of a step.
-        return self._optimizers.casts.thread.with_mode(self._look, False)(optimizer, guard)  # type: ignore[no-any-return]
-
-    def _look(self, optimizer: Any, guard: StepGuard | None) -> bool:
         """Look at the gradients or losses that an optimizer is about to step by; tell whether to skip the step.
 
         NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``.
         """
+        step, waits, grads = self._optimizers.steps, self._action != "warn", []
+        asked = waits or self._scaler_steps or step.reads_flags
+        is_checked = guard is not None and bool(guard.grads.resolved)
+        if is_checked and not asked and all(map(_is_passed_over, step.losses)):
+            return False
         flag = getattr(optimizer, "found_inf", None)
         self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
         self._optimizers.steps.last.flag = self._flag
         if flag is not None or is_capturing():
             return False
-        step, waits, grads = self._optimizers.steps, self._action != "warn", []
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (waits and several_processes())
-        if self._scaler_steps or (guard is not None and guard.grads.resolved):
+        if self._scaler_steps or is_checked:
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
-            asked = waits or step.reads_flags or self._scaler_steps
             losses = [loss for loss in step.losses if sees_losses and (asked or loss.is_cpu)]
         else:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
@@ -193,12 +187,25 @@ class NonFiniteSteps:
                 vectors = (one for one in params if one.grad is not None and one.dim() < 2 and one.is_cpu)
                 params = list(itertools.islice(vectors, _VECTORS))
             grads = [param.grad for param in params if param.grad is not None]
-        flag = _holds_non_finite(grads, losses)
-        if flag is None:
+        if not grads and not losses:
             return False
+        if {*map(_KIND, grads), *map(_KIND, losses)} == _PLAIN:
+            # Read at once: nothing runs ahead of the host. A loss has one element. Large finite values make a norm inf.
+            norms = torch._foreach_norm(grads) if grads else []
+            if all(map(math.isfinite, (*losses, *norms))):
+                self._in_a_row = 0
+                return False
+        # The handle may have other casts by the time of a step.
+        without_casts = self._optimizers.casts.thread.with_mode(self._look, False)
+        return without_casts(optimizer, guard, grads, losses, waits)  # type: ignore[no-any-return]
+
+    def _look(
+        self, optimizer: Any, guard: StepGuard | None, grads: Sequence[Tensor], losses: Sequence[Tensor], waits: bool
+    ) -> bool:
+        flag = _holds_non_finite(grads, losses)
         # A guarded step was counted as it began.
         number = self._optimizers.steps.all - (guard is not None)
-        if isinstance(flag, Tensor) and not waits and self._unread.serves(flag.device):
+        if not waits and self._unread.serves(flag.device):
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
         names: Sequence[str] = ()
@@ -290,18 +297,12 @@ def _is_passed_over(loss: Tensor) -> bool:
 
 
 @without_grad
-def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor | bool | None:
-    """Return whether any of these hold inf or nan, as a flag of one element on a device; None where there are none.
+def _holds_non_finite(grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Tensor:
+    """Return whether any of these hold inf or nan, as a flag of one element on a device.
 
     On a CPU it may be set for finite values above 1e19 too: a largest value takes 30 times as long as a 2-norm.
     """
     local = [local_of(tensor) for tensor in (*grads, *losses)]
-    if not local:
-        return None
-    if {*map(_KIND, local)} == _PLAIN:
-        # Read at once: nothing runs ahead of the host. A loss has one element.
-        norms = torch._foreach_norm(local[: len(grads)]) if grads else []
-        return not all(map(math.isfinite, (*local[len(grads) :], *norms)))
     if not grads:
         # 0, or nan where a loss is inf or nan. On a GPU a norm takes more kernels, and copies.
         return functools.reduce(torch.add, ((loss - loss).to(local[0].device) for loss in local))
