@@ -63,7 +63,6 @@ class OverflowTrace(Listener):
     Attributes:
         always, observation: As given.
         all: The overflows, the last `keeps`.
-        recorder: Records tapes of steps.
         listeners: Called with each skip that was explained.
         capsules: Writes capsules of located overflows; None if nobody asked for them.
     """
@@ -78,18 +77,22 @@ class OverflowTrace(Listener):
         self.all: deque[Overflow] = deque(maxlen=self.keeps)
         self._rules = rules
         self._optimizers, self._casts = optimizers, optimizers.casts
-
-        def no_list_acts() -> bool:
-            # Where the program casts by itself no list does; what it is told then is no entry.
-            return bool(self._casts.thread.mode.forced_off) and self._casts.yielded_to is None
-
-        self.recorder = StepRecorder(optimizers.listeners, always=always, no_list_acts=no_list_acts)
         if always:
             explain = functools.partial(self._found, self._look_at_outputs, scale=1.0)
             self.recorder.inferences = Inferences(self.recorder, explain)
         self.listeners: list[Callable[[Overflow], object]] = []
         self.capsules: CapsuleWriter | None = None
         optimizers.listeners.add(self)
+
+    @functools.cached_property
+    def recorder(self) -> StepRecorder:
+        """Records tapes of steps. It is made when the first is to be recorded."""
+
+        def no_list_acts() -> bool:
+            # Where the program casts by itself no list does; what it is told then is no entry.
+            return bool(self._casts.thread.mode.forced_off) and self._casts.yielded_to is None
+
+        return StepRecorder(self._optimizers.listeners, always=self.always, no_list_acts=no_list_acts)
 
     @functools.cached_property
     def _halves(self) -> dict[str, bool]:
