@@ -185,7 +185,7 @@ class AutoScale:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            roots = [tensors] if isinstance(tensors, Tensor) else _listed(tensors)
+            roots = _listed(tensors)
             passes = self._passes
             if passes is None or not (self.active or passes.by_run):
                 original(roots, grad_tensors, retain_graph, create_graph, grad_variables=grad_variables, inputs=inputs)
@@ -312,7 +312,7 @@ class OptimizerSteps:
     def around_backward(self, original: Any) -> Any:
         """Return what stands for `torch.autograd.backward`: it gets masters ready, and notes losses nobody scales.
 
-        Listeners see the gradients that the pass begins with, multiplied where it is scaled.
+        A pass that is to be scaled begins with gradients that `AutoScale` has multiplied: it is around this.
         """
         optimizers = self._optimizers
 
@@ -407,8 +407,7 @@ class OptimizerSteps:
                 optimizers.running.discard(id(optimizer))
 
         if guard is not None:
-            # A guard that steps has turned casts off, and sees to what follows.
-            return run(*args, **kwargs) if guard.stepping else guard.step(run, args, kwargs)
+            return guard.step(run, args, kwargs)
         result = None
         if plain_step is not None and optimizers.steps.refuses(optimizer, None):
             plain_step.skipped_by = "on_nonfinite"

@@ -46,8 +46,9 @@ class StillScaled:
         # The parameters that none of them had by then: one that is made later may step them.
         self._in_no_optimizer: list[weakref.ref[Tensor]] = []
         self.threads: set[int] = set()
-        # How many optimizers and guards came, and by then the guards, by id, that were all there is to step anything.
-        self._came = 0
+        # How many optimizers and guards were made; and the guards, by id, beside which there was no optimizer and no
+        # parameter without one, after so many.
+        self._made = 0
         self._alone: tuple[int, tuple[int, ...]] | None = None
 
     @property
@@ -156,11 +157,16 @@ class StillScaled:
         # Copied by one call, as another thread may make an optimizer meanwhile.
         return [] if living is None else [one for reference in list(living.data) if (one := reference()) is not None]
 
-    def optimizer_made(self, optimizer: Any = None) -> None:
-        """Take note of an optimizer of torch's class, or that there is another guard."""
-        self._came += 1
-        if self._living is not None and optimizer is not None:
+    def optimizer_made(self, optimizer: Any) -> None:
+        """Take note of an optimizer of torch's class."""
+        if self._living is not None:
             self._living.add(optimizer)
+        # After that: a pass in another thread may be looking for others just now.
+        self._made += 1
+
+    def guard_made(self) -> None:
+        """Take note that there is another guard."""
+        self._made += 1
 
     def others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
         """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
@@ -169,16 +175,19 @@ class StillScaled:
             guards: Those of a block. What their optimizers step as well is left out.
             scale: Of the block.
         """
-        known = self._came, tuple(map(id, guards))
+        known = self._made, tuple(map(id, guards))
         if known == self._alone:
             return []
         if self._living is None:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
         others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
+        is_alone = not others
         for optimizer in self._living_optimizers():
             if (guard := guard_before(optimizer)) is None:
                 others += stepped_params(optimizer)
+                # It may have no parameters as yet.
+                is_alone = False
             else:
                 # That of an `FP16_Optimizer` is none of the handle's.
                 theirs[guard] = None
@@ -186,7 +195,7 @@ class StillScaled:
         for guard in apart:
             others += guard.grads.leaves()
         if not others:
-            self._alone = known if theirs.keys() <= set(guards) else None
+            self._alone = known if is_alone and theirs.keys() <= set(guards) else None
             return []
         unique = dict(zip(map(id, others), others, strict=True))
         for guard in theirs:
@@ -278,8 +287,7 @@ class ScaledBlock:
                 raise UsageError(f"{guard.name} is in a scale_loss block already; end that block before the next")
         unscaled: set[int] = set()
         for guard in guards:
-            if guard.masters is not None:
-                guard.masters.collect(new_pass=True)
+            guard.grads.collect(new_pass=True)
             if guard.grads.checks:
                 guard.grads.resolve_dropped_grads()
             # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
@@ -318,8 +326,7 @@ class ScaledBlock:
                 self._unscale(guards, warns=False)
             elif self._delay_unscale:
                 for guard in guards:
-                    if guard.masters is not None:
-                        guard.masters.collect()
+                    guard.grads.collect()
                     guard.grads.scale, guard.grads.delayed = self.scale, self._scaler if self._checks else None
             else:
                 self._unscale(guards, warns=True)
@@ -342,8 +349,7 @@ class ScaledBlock:
         another.
         """
         for guard in guards:
-            if guard.masters is not None:
-                guard.masters.collect()
+            guard.grads.collect()
         check = None
         if self._checks:
             check = OverflowCheck(self._scaler, self.scale, _unscaled(guards, self._scaler, self.scale))

@@ -543,7 +543,8 @@ class CastState:
             and those of its enabled autocast regions by how often it entered them.
         disabled_at: The line of the program that first entered a disabled autocast region in which casts are off.
         counts: How often the casts were at work.
-        explain: Adds a note to an exception that leaves a patched op or a module's call, if it is about dtypes.
+        explain: Called with an exception that leaves a patched op or a module's call. What looks on sets it, and adds
+            a note to one about dtypes; without that it does nothing.
         args_to_half, args_to_fp32: Cast a sequence of arguments, as `build_caster` says.
     """
 

@@ -104,8 +104,7 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
             before.restore(grads.params())
         loss = _call_closure(guard, closure)
         guard.owner().refuse_scaled(guard)
-        if guard.masters is not None:
-            guard.masters.collect()
+        grads.collect()
         grads.finish_delayed()
         loss_is_nonfinite = not _is_finite(loss)
         if (group := grads.group) is not None:

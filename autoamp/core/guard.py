@@ -160,6 +160,11 @@ class GradChecks:
         """Whether any gradient is there."""
         return any(param.grad is not None for param in self.params())
 
+    def collect(self, *, new_pass: bool = False) -> None:
+        """Let masters have the gradients that a backward pass left on half parameters; see `MasterWeights.collect`."""
+        if self.masters is not None:
+            self.masters.collect(new_pass=new_pass)
+
     @property
     def scalers(self) -> Sequence[LossScaler]:
         """All loss scalers of the optimizer, in the same order on all ranks."""
@@ -202,8 +207,11 @@ class GradChecks:
 
     def added_params(self) -> list[Tensor]:
         """Return the parameters that the optimizer got after the last block."""
-        known = set(map(id, self._unscaled or ()))
-        return [] if self._unscaled is None else [param for param in self.params() if id(param) not in known]
+        params = self.params()
+        if self._unscaled is None or len(params) == len(self._unscaled):
+            return []
+        known = set(map(id, self._unscaled))
+        return [param for param in params if id(param) not in known]
 
     def finish_delayed(self, done: set[int] | None = None) -> None:
         """Unscale and check what ``delay_unscale`` left scaled, or what was added after the last block.
@@ -217,11 +225,10 @@ class GradChecks:
         if self.delayed is not None:
             scaler, scale, scaled = self.delayed, self.scale, params
             self.delayed, self.scale = None, 1.0
-        elif self.last is None or self._unscaled is None or len(params) == len(self._unscaled):
-            return
-        else:
+        elif self.last is not None and (scaled := self.added_params()):
             scaler, scale = self.last
-            scaled = self.added_params()
+        else:
+            return
         self._unscaled, done = params, set() if done is None else done
         scaled = [param for param in scaled if id(param) not in done]
         done.update(map(id, scaled))
@@ -493,16 +500,17 @@ class StepGuard:
                 f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
                 f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
             )
-        closure = args[0] if args else kwargs.get("closure")
+        closure: Any = args[0] if args else kwargs.get("closure")
         evaluates, owner, grads, last_step = callable(closure), self.owner(), self.grads, self.history.step
         self.history.begin()
-        owner.step_begins(self, evaluates=evaluates)
-        if self.masters is not None:
-            self.masters.collect()
+        owner.step_begins(self)
+        if not evaluates:
+            owner.refuse_scaled(self)
+        grads.collect()
         grads.finish_delayed()
         grads.recheck(makes_gradients=evaluates, last_step=last_step)
         try:
-            if callable(closure):
+            if evaluates:
                 result = step_with_closure(self, closure, original, args, kwargs)
             elif (flag := self._flag_for_device()) is not None:
                 result = self._step_by_flag(flag, original, args, kwargs)
@@ -590,8 +598,7 @@ class StepGuard:
         self.stepping = True
         owner.running.add(key)
         try:
-            if self.masters is not None:
-                self.begin_masters()
+            self.begin_masters()
             if owner.casts is None:
                 return original(*args, **kwargs)
             thread = owner.casts.thread

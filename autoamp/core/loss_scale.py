@@ -26,7 +26,6 @@ import copy
 import ctypes
 import math
 import numbers
-import operator
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -312,8 +311,8 @@ class LossScaler(ABC):
         return {name: value for name, value in vars(self).items() if name != "unread"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of 0.1.0 may have no count, and those of 0.2.0 have settings by other names.
-        renamed = {name: f"_{name}" for name in _SETTINGS}
+        # Pickles of 0.1.0 may have no count, and settings by other names.
+        renamed = {f"_{name}": name for name in _SETTINGS}
         vars(self).update(
             {
                 "_overflows": 0,
@@ -365,17 +364,6 @@ class StaticLossScaler(LossScaler):
         return f"StaticLossScaler(loss_scale={self.loss_scale!r})"
 
 
-def _setting(name: str) -> Any:
-    """Return a property: updates that the host has yet to make go by the value from before it is written."""
-
-    def write(scaler: DynamicLossScaler, value: Any) -> None:
-        if "unread" in vars(scaler):
-            scaler._leave_device()
-        setattr(scaler, f"_{name}", value)
-
-    return property(operator.attrgetter(f"_{name}"), write)
-
-
 class DynamicLossScaler(LossScaler):
     """The rule of `torch.amp.GradScaler`, in its arithmetic (fp32), within limits.
 
@@ -395,11 +383,6 @@ class DynamicLossScaler(LossScaler):
     """
 
     checks = True
-    growth_factor: float = _setting("growth_factor")
-    backoff_factor: float = _setting("backoff_factor")
-    growth_interval: int = _setting("growth_interval")
-    min_loss_scale: float = _setting("min_loss_scale")
-    max_loss_scale: float = _setting("max_loss_scale")
 
     def __init__(
         self,
@@ -411,23 +394,21 @@ class DynamicLossScaler(LossScaler):
         max_loss_scale: float | None = 2.0**24,
     ) -> None:
         init_scale = _scale_argument("init_scale", init_scale)
-        self._growth_factor = _number("growth_factor", growth_factor, "a number above 1, such as 2.0")
-        self._backoff_factor = _number("backoff_factor", backoff_factor, "a number between 0 and 1, such as 0.5")
-        self._min_loss_scale = (
-            _SMALLEST if min_loss_scale is None else _scale_argument("min_loss_scale", min_loss_scale)
-        )
-        self._max_loss_scale = _LARGEST if max_loss_scale is None else _scale_argument("max_loss_scale", max_loss_scale)
-        if not 1.0 < self._growth_factor < math.inf:
+        self.growth_factor = _number("growth_factor", growth_factor, "a number above 1, such as 2.0")
+        self.backoff_factor = _number("backoff_factor", backoff_factor, "a number between 0 and 1, such as 0.5")
+        self.min_loss_scale = _SMALLEST if min_loss_scale is None else _scale_argument("min_loss_scale", min_loss_scale)
+        self.max_loss_scale = _LARGEST if max_loss_scale is None else _scale_argument("max_loss_scale", max_loss_scale)
+        if not 1.0 < self.growth_factor < math.inf:
             raise LossScaleError(f"growth_factor={growth_factor!r} must be above 1 and finite; 2.0 is usual")
-        if not 0.0 < self._backoff_factor < 1.0:
+        if not 0.0 < self.backoff_factor < 1.0:
             raise LossScaleError(f"backoff_factor={backoff_factor!r} must be between 0 and 1; 0.5 is usual")
         if not is_count(growth_interval, 1):
             raise LossScaleError(f"growth_interval={growth_interval!r} must be a whole number of steps, at least 1")
-        if self._min_loss_scale > self._max_loss_scale:
+        if self.min_loss_scale > self.max_loss_scale:
             raise LossScaleError(
                 f"min_loss_scale={min_loss_scale!r} is above max_loss_scale={max_loss_scale!r}; lower the first"
             )
-        self._growth_interval = int(growth_interval)
+        self.growth_interval = int(growth_interval)
         # The scale and the growth tracker, fp32 and int32 tensors without dimensions; None where they must be made of
         # the numbers first.
         self._on_device: _State | None = None
@@ -436,8 +417,7 @@ class DynamicLossScaler(LossScaler):
     def update(self, found_inf: bool) -> None:
         """Lower the scale, or count towards the next growth. See `LossScaler.update`."""
         with self.unread.lock:
-            self.unread.catch_up()
-            self._on_device = None
+            self._leave_device()
             self._move(found_inf)
 
     def scale_without_sync(self) -> Scale:
@@ -453,7 +433,7 @@ class DynamicLossScaler(LossScaler):
 
     def _lowest(self) -> float:
         """Return what the scale is at least after one more update, if all that are not known yet were overflows."""
-        return self._loss_scale * self._backoff_factor ** (len(self.unread) + 1)
+        return self._loss_scale * self.backoff_factor ** (len(self.unread) + 1)
 
     @torch.no_grad()
     def update_later(self, found_inf: Tensor, tell: Callable[[bool], None], *, urgent: bool = False) -> None:
@@ -464,17 +444,15 @@ class DynamicLossScaler(LossScaler):
             self._on_device = self._state_on(device)
         # A new tensor: open blocks and gradients go on with the old scale.
         scale, growth_tracker = self._on_device[0].clone(), self._on_device[1]
-        update_scale_(
-            scale, growth_tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
-        )
+        update_scale_(scale, growth_tracker, found_inf, self.growth_factor, self.backoff_factor, self.growth_interval)
         # Whether this update, or one that the host has yet to make, may bring the scale to a limit. By logarithms, as a
         # power may overflow. The tolerance is for their rounding: it costs a clamp at most.
         updates = len(self.unread) + 1
-        growths = (self._unskipped + updates) // self._growth_interval
-        highest = math.log2(self._loss_scale) + growths * math.log2(self._growth_factor)
-        lowest = math.log2(self._loss_scale) + updates * math.log2(self._backoff_factor)
-        if highest + 1e-6 >= math.log2(self._max_loss_scale) or lowest - 1e-6 <= math.log2(self._min_loss_scale):
-            scale.clamp_(self._min_loss_scale, self._max_loss_scale)
+        growths = (self._unskipped + updates) // self.growth_interval
+        highest = math.log2(self._loss_scale) + growths * math.log2(self.growth_factor)
+        lowest = math.log2(self._loss_scale) + updates * math.log2(self.backoff_factor)
+        if highest + 1e-6 >= math.log2(self.max_loss_scale) or lowest - 1e-6 <= math.log2(self.min_loss_scale):
+            scale.clamp_(self.min_loss_scale, self.max_loss_scale)
         self._on_device = scale, growth_tracker
         # `_lowest` counts the flags that are unread: asked before this one is added, which may have others read.
         super().update_later(found_inf, tell, urgent=urgent or self._lowest() < _NEAR_ONE)
@@ -482,7 +460,7 @@ class DynamicLossScaler(LossScaler):
     @torch.inference_mode(False)
     def _state_on(self, device: torch.device) -> _State:
         # A checkpoint of a longer interval may have brought more: the rule grows at the very end of this one.
-        unskipped = min(self._unskipped, self._growth_interval - 1)
+        unskipped = min(self._unskipped, self.growth_interval - 1)
         return (
             torch.full((), self._loss_scale, dtype=torch.float32, device=device),
             torch.full((), unskipped, dtype=torch.int32, device=device),
@@ -493,17 +471,23 @@ class DynamicLossScaler(LossScaler):
         self.unread.catch_up()
         self._on_device = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Updates from before a setting is changed go by the old one.
+        if name in _SETTINGS and "unread" in vars(self):
+            self._leave_device()
+        super().__setattr__(name, value)
+
     def _move(self, found_inf: bool) -> None:
         super()._move(found_inf)
         scale = self._loss_scale
         if found_inf:
-            scale *= self._backoff_factor
-        elif self._unskipped >= self._growth_interval:
+            scale *= self.backoff_factor
+        elif self._unskipped >= self.growth_interval:
             self._unskipped = 0
-            grown = ctypes.c_float(scale * self._growth_factor).value
+            grown = ctypes.c_float(scale * self.growth_factor).value
             scale = grown if math.isfinite(grown) else scale
         # Of a step like most nothing is left to do; the limits may have been changed since the last one.
-        if scale != self._loss_scale or not self._min_loss_scale <= scale <= self._max_loss_scale:
+        if scale != self._loss_scale or not self.min_loss_scale <= scale <= self.max_loss_scale:
             self._loss_scale = self._within_limits(scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -513,7 +497,7 @@ class DynamicLossScaler(LossScaler):
         self._loss_scale = self._within_limits(self._loss_scale)
 
     def _within_limits(self, scale: float) -> float:
-        limited = min(max(scale, self._min_loss_scale), self._max_loss_scale)
+        limited = min(max(scale, self.min_loss_scale), self.max_loss_scale)
         # As the rule has it, in fp32.
         return ctypes.c_float(limited).value
 
@@ -630,7 +614,7 @@ class LossScalers:
         Raises:
             UsageError: There is none of that number.
         """
-        choices = [self.all if self._current is None else self._current]
+        choices = [self.latest]
         if self._current is not None:
             # What no weak reference can be made to is refused where it is guarded.
             with contextlib.suppress(TypeError):

@@ -37,13 +37,15 @@ from autoamp.core.attach import (
     release_master,
     written_masters,
 )
-from autoamp.core.gradients import is_sharded, local_of, several_processes, versions_of, widened
+from autoamp.core.gradients import is_sharded, local_of, several_processes, widened
 from autoamp.core.ranks import Sync, broadcast, kept_equal, next_sync, watch_wrappers
 from autoamp.tensors import HALF_DTYPES, without_grad
 from autoamp.torch_private import current_graph_task, disable_in_dynamo
 
 # So many elements of gradients may be cast to fp32 at once: each part costs a launch.
 _SMALL = 2**17
+# Torch's own, which a list may replace.
+_FLOAT: Any = Tensor.float
 
 
 class MasterWeights:
@@ -426,17 +428,14 @@ def _unless_zeroed(link: MasterLink, grad: Tensor | None, replacement: Tensor | 
 
 def _widen(pairs: list[tuple[Tensor, MasterLink]]) -> None:
     """Cast the gradients of half parameters to fp32, which they share with their masters then."""
+    if all(half.is_cpu for half, _ in pairs):
+        # One by one: a multi-tensor copy saves no launches here, and each half gradient is freed at once.
+        for half, link in pairs:
+            _share(half, link, _FLOAT(half.grad))
+        return
     for some in _parts(pairs):
-        grads = widened(half.grad for half, _ in some)
-        for (half, link), grad, version in zip(some, grads, versions_of(grads), strict=True):
-            # `_share` written out, since this runs for each parameter of each step.
-            link.shared, link.shared_version = weakref.ref(grad), version
-            try:
-                link.master.grad = grad
-                half.grad = grad
-            except RuntimeError:
-                check_shapes(half, link.master)
-                raise
+        for (half, link), grad in zip(some, widened(half.grad for half, _ in some), strict=True):
+            _share(half, link, grad)
 
 
 def _parts(pairs: list[tuple[Tensor, MasterLink]]) -> Iterator[list[tuple[Tensor, MasterLink]]]:

@@ -163,7 +163,9 @@ class NonFiniteSteps:
         step, waits, grads = self._optimizers.steps, self._action != "warn", []
         asked = waits or self._scaler_steps or step.reads_flags
         is_checked = guard is not None and bool(guard.grads.resolved)
-        if is_checked and not asked and all(map(_is_passed_over, step.losses)):
+        # Most steps of a loss scale.
+        if is_checked and not asked and all(map(_is_finite, step.losses)):
+            self._in_a_row = 0
             return False
         flag = getattr(optimizer, "found_inf", None)
         self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
@@ -291,9 +293,9 @@ class NonFiniteSteps:
         return told
 
 
-def _is_passed_over(loss: Tensor) -> bool:
-    """Whether nothing is to be told of a loss whose gradients a loss scale has checked."""
-    return math.isfinite(loss) if type(loss) is Tensor and loss.is_cpu else not loss.is_cpu
+def _is_finite(loss: Tensor) -> bool:
+    """Whether a loss is known to be finite, or on a device where nobody looks at it unasked."""
+    return not loss.is_cpu or (type(loss) is Tensor and math.isfinite(loss))
 
 
 @without_grad

@@ -106,7 +106,7 @@ class Guards(GuardHost[StepGuard]):
                 "the loss as optimizer.step(closure), or call scale_loss before step()"
             )
         guard = self._guards[optimizer] = StepGuard(optimizer, lambda: self, masters=masters)
-        self.still_scaled.optimizer_made()
+        self.still_scaled.guard_made()
         return guard
 
     @property
@@ -174,14 +174,9 @@ class Guards(GuardHost[StepGuard]):
 
     # -- what guards ask and tell --
 
-    def step_begins(self, guard: StepGuard, *, evaluates: bool) -> None:
-        """Count a step, and compare settings with the ranks that step together with this one, once.
-
-        UsageError: gradients are scaled still by which the optimizer would step, those that it does not make itself.
-        """
+    def step_begins(self, guard: StepGuard) -> None:
+        """Count a step, and compare settings with the ranks that step together with this one, once."""
         self.steps.begin(guard.history.step)
-        if self.still_scaled.any_noted and not evaluates:
-            self.refuse_scaled(guard)
         if guard.grads.own_scalers:
             for scaler in guard.grads.own_scalers:
                 self.steps.add_own(scaler)
@@ -276,7 +271,8 @@ class Guards(GuardHost[StepGuard]):
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
-            self.still_scaled.optimizer_made()
+            # It has a guard of its own for the optimizer within it.
+            self.still_scaled.guard_made()
             return
         self.still_scaled.optimizer_made(optimizer)
         # A half-built optimizer has no groups.
@@ -325,11 +321,11 @@ class LossBlock(NeedsWith):
             for guard in guards:
                 owner.forget_added(guard)
             left = owner.still_scaled.left(leaf for guard in guards for leaf in guard.grads.leaves())
+        owner.steps.note(loss, scaler.scale_without_sync(), waits=True)
         block = ScaledBlock(guards, scaler, delay_unscale=self._delay_unscale)
         scale = block.__enter__()
         self._block = block
         try:
-            owner.steps.note(loss, scale, waits=True)
             for param, earlier, reason in left:
                 # The block multiplied them by its scale once more.
                 owner.still_scaled.note([param], earlier, reason)
@@ -404,8 +400,7 @@ def joint_norm(guards: Sequence[StepGuard], norm_type: float) -> Tensor:
     none = total_norm((), norm_type)
     norms: list[Tensor] = []
     for guard in guards:
-        if guard.masters is not None:
-            guard.masters.collect()
+        guard.grads.collect()
         guard.grads.finish_delayed()
         norms.append(guard.grads.norm(norm_type))
     if not norms:

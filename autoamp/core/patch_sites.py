@@ -54,7 +54,7 @@ class Parts:
         models: Around state dicts of half models.
         regions: In regions of torch.autocast.
         steps: Around backward passes and steps of optimizers.
-        auto_scaling: Where a program makes what scaled passes have to know.
+        auto_scaling: Where the program makes optimizers, scalers and hooks that scaled passes have to know.
         nonfinite: Around losses and steps that no loss scale checks.
     """
 

@@ -323,8 +323,8 @@ class GuardHost(Generic[Guard]):
     def refuse_scaled(self, guard: Guard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
 
-    def step_begins(self, guard: Guard, *, evaluates: bool) -> None:
-        """Called at each step, before it is taken or skipped; with ``evaluates`` by what a closure makes in it."""
+    def step_begins(self, guard: Guard) -> None:
+        """Called at each step, before it is taken or skipped."""
 
 
 class Step:

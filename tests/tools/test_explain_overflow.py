@@ -133,3 +133,25 @@ def test_explain_between_forward_and_loss_leaves_the_watch_of_the_step() -> None
     optimizer.step()
     assert handle.last_overflow is not None
     assert handle.last_overflow.op == "pow"
+
+
+def test_a_block_that_is_refused_leaves_no_verdict_on_gradients() -> None:
+    handle = started("dynamic")
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1e-34)
+    # Finite, and inf if it were multiplied by the loss scale.
+    param.grad = torch.full((2,), 1e34)
+
+    def block() -> torch.Tensor:
+        loss = param.sum()
+        with handle.scale_loss(loss, optimizer):
+            return loss
+
+    try:
+        with pytest.raises(UsageError):
+            handle.explain_overflow(block)
+        optimizer.step()
+        assert not handle.last_step_skipped
+        torch.testing.assert_close(param.detach(), torch.zeros(2), atol=1e-6, rtol=0.0)
+    finally:
+        handle.deactivate()

@@ -65,8 +65,7 @@ class AmpOptimizerState(GroupsOfMasters):
         if self.params_have_scaled_gradients or self._aside:
             return
         # Gradients of half parameters become their masters', so each is put aside once.
-        if guard.masters is not None:
-            guard.masters.collect()
+        guard.grads.collect()
         guard.grads.resolve_dropped_grads()
         self._aside = [(param, param.grad) for param in guard.grads.params() if param.grad is not None]
         # Checks of these gradients are put aside too: the block of `post_backward` sees other gradients.
@@ -91,8 +90,7 @@ class AmpOptimizerState(GroupsOfMasters):
             pass
         for param, grad in aside:
             param.grad = grad if param.grad is None else param.grad.add_(grad)
-        if guard.masters is not None:
-            guard.masters.collect()
+        guard.grads.collect()
         guard.grads.checks = [*found, *guard.grads.checks]
 
     def _guard(self, name: str) -> StepGuard:

@@ -187,11 +187,13 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
                 "call optimizer.model_from_masters() after the write, before the model runs"
             )
         self._guard.owner().refuse_scaled(self._guard)
+        if runtime is not None:
+            scale = self.loss_scaler.scale_without_sync()
+            runtime.optimizers.steps.note(loss, scale, waits=True)
         block = ScaledBlock([self._guard], self.loss_scaler, delay_unscale=not update_master_grads)
         with block as scale:
             scaled = scaled_loss(loss, scale)
             if runtime is not None:
-                runtime.optimizers.steps.note(loss, scale, waits=True)
                 block.watch(loss, scaled, runtime.optimizers.still_scaled)
             scaled.backward(retain_graph=retain_graph)
 

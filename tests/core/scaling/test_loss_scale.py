@@ -282,3 +282,51 @@ def test_a_subclass_may_have_a_setting_as_its_own_attribute() -> None:
     for _ in range(6):
         scaler.update(False)
     assert scaler.loss_scale > 1024.0
+
+
+class Growing(LossScaler):
+    """A rule of a program's own, with names that another scaler has for its settings."""
+
+    checks = True  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(8.0)
+        self.growth_factor = 3.0
+
+    def update(self, found_inf: bool) -> None:
+        self._loss_scale *= self.growth_factor
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_a_copy_of_a_programs_own_scaler_goes_on(copied: Any) -> None:
+    twin = copied(Growing())
+    twin.update(False)
+    assert twin.loss_scale == 24.0
+
+
+class Scheduled(DynamicLossScaler):
+    """Has a setting that follows a schedule."""
+
+    factor = 2.0
+
+    @property
+    def growth_factor(self) -> float:  # type: ignore[override]
+        return self.factor
+
+    @growth_factor.setter
+    def growth_factor(self, factor: float) -> None:
+        self.factor = factor
+
+
+def test_a_setting_may_be_a_property_of_a_subclass() -> None:
+    scaler = Scheduled(8.0, growth_interval=1)
+    scaler.factor = 4.0
+    scaler.update(False)
+    assert scaler.loss_scale == 32.0
+
+
+def test_limits_that_are_set_later_hold_from_the_next_update_on() -> None:
+    scaler = DynamicLossScaler(2.0**10)
+    scaler.max_loss_scale = 2.0**8
+    scaler.update(False)
+    assert scaler.loss_scale == 2.0**8

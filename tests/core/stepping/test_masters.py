@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 import autoamp
 from autoamp.core import MasterWeights, fit_state, master_of
@@ -63,7 +64,8 @@ class Copies(TorchDispatchMode):
     ],
 )  # fmt: skip
 def test_half_gradients_are_cast_in_parts_so_that_few_are_there_twice(sizes: list[int], parts: list[int]) -> None:
-    params = [nn.Parameter(torch.zeros(size, dtype=torch.float16)) for size in sizes]
+    # As on a GPU.
+    params = [nn.Parameter(torch.zeros(size, dtype=torch.float16, device="meta")) for size in sizes]
     optimizer = torch.optim.SGD(params, lr=0.5)
     masters = MasterWeights(optimizer)
     for param in params:
@@ -71,6 +73,31 @@ def test_half_gradients_are_cast_in_parts_so_that_few_are_there_twice(sizes: lis
     with Copies() as copies:
         masters.collect()
     assert copies.elements == parts
+    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in params)
+
+
+class Casts(TorchDispatchMode):
+    """Notes how many half gradients are there at each cast."""
+
+    def __init__(self, gradients: list[Any]) -> None:
+        super().__init__()
+        self._gradients = list(map(TensorWeakRef, gradients))
+        self.alive: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.alive.append(sum(reference() is not None for reference in self._gradients))
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_cpu_each_half_gradient_is_freed_before_the_next_is_cast() -> None:
+    params = [nn.Parameter(torch.zeros(4, dtype=torch.float16)) for _ in range(4)]
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    masters = MasterWeights(optimizer)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with Casts([param.grad for param in params]) as casts:
+        masters.collect()
+    assert casts.alive == [4, 3, 2, 1]
     assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in params)
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import autoamp
-from autoamp.core import CastState, DynamicLossScaler, Guards, RequestedGroup, StaticLossScaler, runtime_of
+from autoamp.core import CastState, DynamicLossScaler, Guards, Listener, RequestedGroup, StaticLossScaler, runtime_of
 from autoamp.core.optimizers import LossBlock
 from autoamp.errors import UsageError
 
@@ -489,3 +489,31 @@ def test_a_block_begins_once(optimizers: Guards) -> None:
         scaled.backward()
     with pytest.raises(UsageError, match="begins once"):
         block.__enter__()
+
+
+class Hears(Listener):
+    """Keeps the numbers of steps whose cause is asked for."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def step_nonfinite(self, number: int, *, late: bool) -> None:
+        self.numbers.append(number)
+
+
+@pytest.mark.filterwarnings("ignore:step . of SGD has inf or nan in the loss")
+def test_the_cause_of_each_nan_loss_after_a_good_one_is_asked_for() -> None:
+    handle, hears = autoamp.init(device_type="cpu", dtype=torch.float16), Hears()
+    runtime_of(handle).optimizers.listeners.add(hears)
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    try:
+        for constant in (math.nan, 0.0, math.nan, math.nan, 0.0, math.nan):
+            # The gradient is finite.
+            with handle.scale_loss(param.sum() + constant, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        handle.deactivate()
+    assert hears.numbers == [0, 2, 5]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -587,3 +588,94 @@ def test_a_closure_of_a_forgotten_optimizer_is_refused(handle: autoamp.Handle, p
     with pytest.raises(UsageError, match="would use gradients"):
         pair.two.step(closure)
     pair.assert_moved(0.0, 0.0)
+
+
+def swapped(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    optimizer.param_groups[0]["params"][0] = param
+
+
+def grouped_anew(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": [param]})
+
+
+@pytest.mark.parametrize("use", ["step", "clip"])
+@pytest.mark.parametrize("change", [swapped, grouped_anew])
+def test_a_parameter_in_the_place_of_another_is_refused_while_its_gradient_is_scaled(
+    handle: autoamp.Handle, change: Callable[[torch.optim.Optimizer, Tensor], None], use: str
+) -> None:
+    first, second = Linear(4, 4), Linear(4, 4)
+    optimizer = torch.optim.SGD([first.weight], lr=0.1)
+    with handle.scale_loss(loss_of(first, second), optimizer) as scaled:
+        scaled.backward()
+    before = weights(second)
+    change(optimizer, second.weight)
+    uses = {"step": optimizer.step, "clip": lambda: handle.clip_grad_norm_(optimizer, 1.0)}
+    with pytest.raises(UsageError, match="gradients that are multiplied"):
+        uses[use]()
+    assert_same(before, weights(second))
+
+
+def test_a_group_that_is_taken_out_and_put_back_is_unscaled_once(handle: autoamp.Handle) -> None:
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=0.1)
+    with handle.scale_loss((first + second).sum(), optimizer) as scaled:
+        scaled.backward()
+    group = optimizer.param_groups.pop()
+    optimizer.step()
+    optimizer.param_groups.append(group)
+    optimizer.step()
+    assert second.grad is not None
+    assert torch.equal(second.grad, torch.ones(2))
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, *optimizers: torch.optim.Optimizer) -> None:
+    """Let there be no optimizers and modules of other tests."""
+    monkeypatch.setattr("autoamp.core.block.living_optimizers_and_modules", lambda: (list(optimizers), []))
+
+
+def test_an_optimizer_that_had_no_parameters_at_first_is_refused(
+    handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, late = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer, other = torch.optim.SGD([own], lr=0.1), torch.optim.SGD([{"params": []}], lr=0.1)
+    alone(monkeypatch, optimizer, other)
+    for _ in range(2):
+        with handle.scale_loss(own.sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    other.add_param_group({"params": [late]})
+    with handle.scale_loss((own + late).sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="would use gradients"):
+        other.step()
+    assert torch.equal(late, torch.ones(2))
+
+
+def test_an_optimizer_that_another_thread_makes_during_a_pass_is_refused(
+    handle: autoamp.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, late = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([own], lr=0.1)
+    alone(monkeypatch, optimizer)
+
+    def step() -> None:
+        with handle.scale_loss(own.sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    step()
+    add = weakref.WeakSet.add
+
+    def add_slowly(kept: Any, item: Any) -> None:
+        # As if the other thread had its turn here.
+        if item is not optimizer and isinstance(item, torch.optim.Optimizer):
+            step()
+        add(kept, item)
+
+    monkeypatch.setattr(weakref.WeakSet, "add", add_slowly)
+    other = torch.optim.SGD([late], lr=0.1)
+    with handle.scale_loss((own + late).sum(), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(UsageError, match="would use gradients"):
+        other.step()
