@@ -163,11 +163,11 @@ class NonFiniteSteps:
         step, waits, grads = self._optimizers.steps, self._action != "warn", []
         asked = waits or self._scaler_steps or step.reads_flags
         is_checked = guard is not None and bool(guard.grads.resolved)
+        flag = getattr(optimizer, "found_inf", None)
         # Most steps of a loss scale.
-        if is_checked and not asked and all(map(_is_finite, step.losses)):
+        if is_checked and flag is None and not asked and all(map(_is_finite, step.losses)):
             self._in_a_row = 0
             return False
-        flag = getattr(optimizer, "found_inf", None)
         self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
         self._optimizers.steps.last.flag = self._flag
         if flag is not None or is_capturing():

@@ -517,3 +517,18 @@ def test_the_cause_of_each_nan_loss_after_a_good_one_is_asked_for() -> None:
     finally:
         handle.deactivate()
     assert hears.numbers == [0, 2, 5]
+
+
+def test_a_flag_of_the_programs_own_tells_of_a_step_that_a_block_has_checked() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16)
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.AdamW([param], lr=0.1, fused=True)
+    try:
+        with handle.scale_loss(param.sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), None
+        optimizer.step()
+        assert handle.last_step_skipped
+        assert torch.equal(param, torch.ones(2))
+    finally:
+        handle.deactivate()
