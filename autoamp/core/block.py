@@ -181,8 +181,9 @@ class StillScaled:
         if self._living is None:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
-        others = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
-        is_alone = not others
+        in_none = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
+        # To a frozen one, as of a teacher, no pass writes.
+        others, is_alone = [param for param in in_none if param.requires_grad], not in_none
         for optimizer in self._living_optimizers():
             if (guard := guard_before(optimizer)) is None:
                 others += stepped_params(optimizer)

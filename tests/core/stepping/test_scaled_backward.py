@@ -679,3 +679,19 @@ def test_an_optimizer_that_another_thread_makes_during_a_pass_is_refused(
         scaled.backward()
     with pytest.raises(UsageError, match="would use gradients"):
         other.step()
+
+
+@pytest.mark.parametrize("thawed", [False, True])
+def test_a_frozen_model_is_none_of_the_loss_until_it_is_thawed(handle: autoamp.Handle, thawed: bool) -> None:
+    teacher, student = Linear(4, 4).requires_grad_(False), Linear(4, 4)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for _ in range(2):
+        with handle.scale_loss(loss_of(teacher, student), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        teacher.requires_grad_(thawed)
+    later = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    refusal = pytest.raises(UsageError, match="would use gradients") if thawed else contextlib.nullcontext()
+    with refusal:
+        later.step()
