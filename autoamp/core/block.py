@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import threading
 import weakref
 from collections import Counter
@@ -26,6 +27,8 @@ from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_rati
 from autoamp.core.steps import warn_without_gradients
 from autoamp.errors import UsageError
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
+
+_GRAD = operator.attrgetter("grad")
 
 
 class StillScaled:
@@ -73,31 +76,36 @@ class StillScaled:
             if param.grad is not None:
                 self._noted[param] = mark_of(param.grad), scale, reason
 
-    def note_written(self, params: Sequence[Tensor], scale: Scale, reason: str) -> None:
+    def note_written(self, params: Sequence[Tensor], own: Sequence[StepGuard], scale: Scale, reason: str) -> None:
         """Take note of those parameters whose gradients the pass that calls is going to write, at its end.
 
-        What a checkpoint with ``use_reentrant=True`` reaches is not in the graph of the pass. Where several threads
-        have blocks, another one may write meanwhile: there those alone count that the graph reaches.
+        Not of those that one of the guards has as well. What a checkpoint with ``use_reentrant=True`` reaches is not in
+        the graph of the pass. Where several threads have blocks, another one may write meanwhile: there those alone
+        count that the graph reaches.
         """
         alone = len(self.threads) < 2
         params = params if alone else [param for param in params if engine_reaches(param)]
         if not params:
             return
         # By sweeps that hundreds of parameters do not slow: most passes write to none of them.
-        grads = [param.grad for param in params]
+        grads = list(map(_GRAD, params))
         present = [grad for grad in grads if grad is not None]
         versions = versions_of(present)
 
         def note() -> None:
             if alone and len(self.threads) > 1:
                 return
-            is_same = [param.grad is grad for param, grad in zip(params, grads, strict=True)]
-            if versions_of(present) == versions and all(is_same):
+            if all(map(operator.is_, map(_GRAD, params), grads)) and versions_of(present) == versions:
                 return
             # What the program writes to them later, within the block or after it, counts.
-            changed = {id(grad) for grad, version in zip(present, versions, strict=True) if version_of(grad) != version}
-            written = [one for one, same in zip(params, is_same, strict=True) if not same or id(one.grad) in changed]
-            self.note(written, scale, reason)
+            before = dict(zip(map(id, present), versions, strict=True))
+            pairs = zip(params, grads, strict=True)
+            written = [
+                param
+                for param, grad in pairs
+                if param.grad is not grad or (grad is not None and version_of(grad) != before[id(grad)])
+            ]
+            self.note(_without(written, own), scale, reason)
 
         at_end_of_pass(note)
 
@@ -168,16 +176,19 @@ class StillScaled:
         """Take note that there is another guard."""
         self._made += 1
 
-    def others(self, guards: Sequence[StepGuard], scale: Scale) -> list[Tensor]:
+    def others(self, guards: Sequence[StepGuard], scale: Scale) -> tuple[list[Tensor], Sequence[StepGuard]]:
         """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
 
         Args:
-            guards: Those of a block. What their optimizers step as well is left out.
+            guards: Those of a block.
             scale: Of the block.
+
+        Returns:
+            The leaves, some of which may come twice; and the guards with this scale, whose leaves may be among them.
         """
         known = self._made, tuple(map(id, guards))
         if known == self._alone:
-            return []
+            return [], ()
         if self._living is None:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
@@ -195,15 +206,8 @@ class StillScaled:
         apart = [one for one in theirs if one not in guards and not is_same_scale(one.grads.scale, scale)]
         for guard in apart:
             others += guard.grads.leaves()
-        if not others:
-            self._alone = known if is_alone and theirs.keys() <= set(guards) else None
-            return []
-        unique = dict(zip(map(id, others), others, strict=True))
-        for guard in theirs:
-            if guard not in apart:
-                for key in unique.keys() & set(map(id, guard.grads.leaves())):
-                    del unique[key]
-        return list(unique.values())
+        self._alone = known if is_alone and theirs.keys() <= set(guards) else None
+        return others, [guard for guard in theirs if guard not in apart]
 
     def _find_living(self) -> None:
         """Find all optimizers of torch's class, and the parameters of modules that none of them steps."""
@@ -216,6 +220,12 @@ class StillScaled:
         # A module that is half built has no parameters.
         found = (param for module in modules for param in vars(module).get("_parameters", {}).values())
         self._in_no_optimizer = [weakref.ref(one) for one in found if one is not None and id(one) not in held]
+
+
+def _without(params: Iterable[Tensor], guards: Iterable[StepGuard]) -> list[Tensor]:
+    """Return the parameters that no guard has as well, each once."""
+    left_out = {id(leaf) for guard in guards for leaf in guard.grads.leaves()}
+    return list({id(param): param for param in params if id(param) not in left_out}.values())
 
 
 class _Count:
@@ -392,22 +402,23 @@ class ScaledBlock:
         if self._has_ended:
             self._passes_late()
             return
-        others = still_scaled.others(self._guards, self.scale)
+        others, own = still_scaled.others(self._guards, self.scale)
         if still_scaled.any_noted:
-            own = (param for guard in self._guards for param in guard.grads.leaves())
-            reached = [param for param, *_ in still_scaled.left(own) if engine_reaches(param)]
+            leaves = (param for guard in self._guards for param in guard.grads.leaves())
+            reached = [param for param, *_ in still_scaled.left(leaves) if engine_reaches(param)]
             still_scaled.refuse("scaled_loss.backward() would add to", reached)
         if others:
             reason = (
                 f"the scale_loss block that made them was given {self._block} alone. Pass all optimizers of the loss, "
                 "as in scale_loss(loss, [first, second]), or clear these gradients before the next backward pass"
             )
-            still_scaled.note_written(others, self.scale, reason)
+            still_scaled.note_written(others, own, self.scale, reason)
 
     def _passes_late(self) -> None:
         """Refuse a pass that begins after the block has ended, where it would leave gradients scaled."""
         guards = [guard for reference in self._references if (guard := reference()) is not None]
-        others = self._still_scaled.others(guards, self.scale)
+        others, own = self._still_scaled.others(guards, self.scale)
+        others = _without(others, own)
         # Gradients that delay_unscale left scaled, or those of another open block, may have the same scale.
         for guard in guards:
             others += [] if is_same_scale(guard.grads.scale, self.scale) else guard.grads.leaves()
@@ -417,7 +428,7 @@ class ScaledBlock:
         )
         if any(map(engine_reaches, others)):
             raise UsageError(f"Gradients would stay multiplied by the loss scale {float(self.scale):g}: {reason}")
-        self._still_scaled.note_written(others, self.scale, reason)
+        self._still_scaled.note_written(others, (), self.scale, reason)
 
 
 # The hook runs in the backward pass of a compiled step too, and Dynamo of torch 2.13 calls weak references wrongly.
