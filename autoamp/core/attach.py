@@ -36,14 +36,13 @@ class MasterLink:
     Attributes:
         master: The fp32 tensor.
         shared: A weak reference to the gradient that both have had; None for none.
-        shared_version: How often that had been written to by then.
         half_state: The state of the half parameter when the two last agreed.
         master_state: The state of the master then.
         equal_by: The wrapper that made the masters of all processes equal, referred to weakly; None before that.
         stepped: Whether the master is authoritative, which it is from the first step on.
     """
 
-    __slots__ = ("equal_by", "half_state", "master", "master_state", "shared", "shared_version", "stepped")
+    __slots__ = ("_shared_version", "equal_by", "half_state", "master", "master_state", "shared", "stepped")
 
     def __init__(self, half: Tensor, master: Tensor) -> None:
         self.master = master
@@ -60,13 +59,13 @@ class MasterLink:
         self.shared = None if grad is None else weakref.ref(grad)
         # Written out for plain tensors: this runs for each parameter of each step.
         if type(grad) is Tensor and not grad.is_inference():
-            self.shared_version: int | None = grad._version
+            self._shared_version: int | None = grad._version
         else:
-            self.shared_version = None if grad is None else version_of(grad)
+            self._shared_version = None if grad is None else version_of(grad)
 
     def wrote_to(self, grad: Tensor) -> bool:
         """Whether torch reports a write to the gradient that both have had."""
-        return version_of(grad) != self.shared_version
+        return version_of(grad) != self._shared_version
 
     def shares(self, grad: Tensor | None) -> bool:
         """Whether a gradient of either of the two is the one that `share` was called with last."""

@@ -67,8 +67,7 @@ class AutoScale:
         self._optimizers = optimizers
         # By identity, since tensors compare by element.
         self._retained = WeakTensorKeyDictionary()
-        # None until the first `start`.
-        self._passes: RunningPasses | None = None
+        self._passes = RunningPasses(lambda: optimizers.casts.switched(False))
         self._yielded_to: str | None = None
         self._made_scaler = self._used_scaler = False
         self.active = False
@@ -87,8 +86,6 @@ class AutoScale:
         if self._optimizers.has_masters:
             raise UsageError("auto_scale() is for fp32 models, and an optimizer has master weights; use scale_loss")
         self._scaler = self._optimizers.loss_scalers.choose(0)
-        if self._passes is None:
-            self._passes = RunningPasses(lambda: self._optimizers.casts.switched(False))
         # What an earlier training used says nothing of the next one.
         self._yielded_to = None
         self.active = True
@@ -186,8 +183,7 @@ class AutoScale:
             inputs: Any = None,
         ) -> None:
             roots = _listed(tensors)
-            passes = self._passes
-            if passes is None or not (self.active or passes.by_run):
+            if not (self.active or self._passes.by_run):
                 original(roots, grad_tensors, retain_graph, create_graph, grad_variables=grad_variables, inputs=inputs)
                 return
             inputs, grad_tensors, grad_variables = (
@@ -195,7 +191,7 @@ class AutoScale:
             )
             given = (grad_tensors if grad_variables is None else grad_variables) or []
             run = functools.partial(original, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-            outer = running = passes.enclosing_pass()
+            outer = running = self._passes.enclosing_pass()
             if len(given) not in (0, len(roots)):
                 # The program gets torch's own error.
                 running = None
@@ -204,21 +200,21 @@ class AutoScale:
             elif not create_graph and self._is_ours(roots, given):
                 # Kept here for as long as the pass runs: guards refer to their optimizers weakly.
                 optimizers = [one for guard in self._optimizers.guards if (one := guard.optimizer) is not None]
-                running = self._begin(passes, optimizers, roots, inputs)
+                running = self._begin(optimizers, roots, inputs)
             if running is None:
                 run(roots, grad_tensors, grad_variables=grad_variables)
                 return
             try:
-                with passes.claimed(running, roots):
+                with self._passes.claimed(running, roots):
                     run(roots, scaled_gradients(roots, given, running.scale, within=outer is not None))
             finally:
                 if outer is None:
                     running.close()
-                    passes.end(running)
+                    self._passes.end(running)
 
         return backward
 
-    def _begin(self, passes: RunningPasses, optimizers: list[Any], roots: list[Any], inputs: Any) -> ScaledPass | None:
+    def _begin(self, optimizers: list[Any], roots: list[Any], inputs: Any) -> ScaledPass | None:
         """Make the pass that begins at the roots; None if it reaches nothing that one of the optimizers steps."""
         owners: dict[int, list[StepGuard]] = {}
         sharded: list[StepGuard] = []
@@ -243,7 +239,7 @@ class AutoScale:
         largest = 2.0**15 if any(root.dtype is torch.float16 for root in roots) else math.inf
         scale = min(self._scaler.loss_scale, largest)
         # The inf of one rank is to be seen by all.
-        running = ScaledPass(self._scaler, scale, not shared, owners, self._retained, passes.now)
+        running = ScaledPass(self._scaler, scale, not shared, owners, self._retained, self._passes.now)
         for guard in sharded:
             # Its shards are not what the pass reaches: gradients are reduced onto them.
             running.concern(guard)
@@ -279,11 +275,10 @@ class AutoScale:
             accumulated: Whether it is called with the tensor, after the gradient was added to its ``.grad``.
         """
         # A tensor subclass comes by twice, on its way through __torch_function__.
-        passes = self._passes if self.active else None
-        if passes is None or not callable(hook) or isinstance(hook, (OurHook, Hook)) or torch.compiler.is_compiling():
+        if not self.active or not callable(hook) or isinstance(hook, (OurHook, Hook)) or torch.compiler.is_compiling():
             return hook
         kind = PostAccumulateHook if accumulated else GradientHook
-        return kind(hook, passes, tensor)
+        return kind(hook, self._passes, tensor)
 
 
 def _listed(values: Any) -> list[Any]:

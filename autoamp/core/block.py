@@ -49,10 +49,6 @@ class StillScaled:
         # The parameters that none of them had by then: one that is made later may step them.
         self._in_no_optimizer: list[weakref.ref[Tensor]] = []
         self.threads: set[int] = set()
-        # How many optimizers and guards were made; and the guards, by id, beside which there was no optimizer and no
-        # parameter without one, after so many.
-        self._made = 0
-        self._alone: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def any_noted(self) -> bool:
@@ -169,12 +165,6 @@ class StillScaled:
         """Take note of an optimizer of torch's class."""
         if self._living is not None:
             self._living.add(optimizer)
-        # After that: a pass in another thread may be looking for others just now.
-        self._made += 1
-
-    def guard_made(self) -> None:
-        """Take note that there is another guard."""
-        self._made += 1
 
     def others(self, guards: Sequence[StepGuard], scale: Scale) -> tuple[list[Tensor], Sequence[StepGuard]]:
         """Return the leaves of all other optimizers whose gradients have another scale, and of no optimizer.
@@ -186,27 +176,21 @@ class StillScaled:
         Returns:
             The leaves, some of which may come twice; and the guards with this scale, whose leaves may be among them.
         """
-        known = self._made, tuple(map(id, guards))
-        if known == self._alone:
-            return [], ()
         if self._living is None:
             self._find_living()
         theirs: dict[Any, None] = dict.fromkeys(self._guards())
         in_none = [param for reference in self._in_no_optimizer if (param := reference()) is not None]
         # To a frozen one, as of a teacher, no pass writes.
-        others, is_alone = [param for param in in_none if param.requires_grad], not in_none
+        others = [param for param in in_none if param.requires_grad]
         for optimizer in self._living_optimizers():
             if (guard := guard_before(optimizer)) is None:
                 others += stepped_params(optimizer)
-                # It may have no parameters as yet.
-                is_alone = False
             else:
                 # That of an `FP16_Optimizer` is none of the handle's.
                 theirs[guard] = None
         apart = [one for one in theirs if one not in guards and not is_same_scale(one.grads.scale, scale)]
         for guard in apart:
             others += guard.grads.leaves()
-        self._alone = known if is_alone and theirs.keys() <= set(guards) else None
         return others, [guard for guard in theirs if guard not in apart]
 
     def _find_living(self) -> None:
@@ -299,8 +283,7 @@ class ScaledBlock:
         unscaled: set[int] = set()
         for guard in guards:
             guard.grads.collect(new_pass=True)
-            if guard.grads.checks:
-                guard.grads.resolve_dropped_grads()
+            guard.grads.resolve_dropped_grads()
             # What a block of the same scaler left scaled is brought to the scale of this one. An overflow in what a
             # block of another scaler left is that scaler's, so it is checked before this block adds to it.
             if guard.grads.delayed is not scaler or not scaler.checks or not guard.grads.has_any():
@@ -366,9 +349,11 @@ class ScaledBlock:
             check = OverflowCheck(self._scaler, self.scale, _unscaled(guards, self._scaler, self.scale))
         without: list[StepGuard] = []
         for guard in guards:
-            grads = guard.grads
-            grads.scale, grads.delayed = 1.0, None
-            is_concerned = grads.block_ended(check) if check is not None else grads.has_any() or grads.group is not None
+            # Ranks of a group reduce the flags of all: one without gradients takes part.
+            is_concerned = guard.grads.has_any() or guard.grads.group is not None
+            guard.grads.scale, guard.grads.delayed = 1.0, None
+            if check is not None:
+                guard.grads.block_ended(check, is_concerned=is_concerned)
             without += [] if is_concerned else [guard]
         for guard in without if warns else ():
             warn_without_gradients(guard.name, guard.grads.params())

@@ -194,16 +194,14 @@ class GradChecks:
         self.checks.append(check)
         self.last, self.agreed = (check.scaler, check.scale), False
 
-    def block_ended(self, check: OverflowCheck) -> bool:
-        """Take note of what a block unscaled; tell whether its check concerns the optimizer, and keep it then."""
+    def block_ended(self, check: OverflowCheck, *, is_concerned: bool) -> None:
+        """Take note of what a block unscaled, and keep its check if that concerns the optimizer."""
         self._unscaled = self.params()
         # All of them, anew: nothing stays of parameters that the optimizer steps no more.
         self.checked = marks_of(self._unscaled)
         self.last, self.agreed = (check.scaler, check.scale), False
-        # Ranks of a group reduce the flags of all: one without gradients takes part.
-        if is_concerned := bool(self.checked) or self.group is not None:
+        if is_concerned:
             self.checks.append(check)
-        return is_concerned
 
     def added_params(self) -> list[Tensor]:
         """Return the parameters that the optimizer got after the last block."""
@@ -345,11 +343,8 @@ class GradChecks:
             makes_gradients: Whether the step is going to make gradients of its own, by a closure.
             last_step: The step before that which begins now, if one does.
         """
-        several = several_processes()
-        if not several and not self.checks and self.last is None:
-            # No block or pass has checked any so far.
-            return
-        group, params = self.group if several else None, self.params()
+        group = self.group
+        params = self.params()
         if not self.checks and not makes_gradients and self.last is not None:
             # These may be the gradients of a skipped step, or of a step that was taken. The scaler has heard of them.
             found = self._look(params if (last_step or self._history.step).skipped else unchecked(params, self.checked))
@@ -363,7 +358,7 @@ class GradChecks:
             if self.last is not None or (scalers and scalers[0].checks):
                 self.agree(group)
         elif self.checks:
-            pending = params if several else unchecked(params, self.checked)
+            pending = params if several_processes() else unchecked(params, self.checked)
             if pending and (found := self._look(pending)):
                 last = self.checks[-1]
                 self.checks.append(OverflowCheck(last.scaler, last.scale, found, earlier=last))
@@ -568,7 +563,7 @@ class StepGuard:
         The convention is that of `torch.amp.GradScaler`. Not where the step has hooks, which would run in a skipped one
         too, nor where the program has given a flag itself.
         """
-        optimizer = self._optimizer()
+        optimizer = self.optimizer
         if (
             not takes_flag(optimizer)
             or getattr(optimizer, "found_inf", None) is not None
@@ -594,19 +589,13 @@ class StepGuard:
             self.masters.refresh(first_step=True, local=asked is not None and asked.replicas == 1)
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        owner, key = self.owner(), id(self._optimizer())
+        owner, key = self.owner(), id(self.optimizer)
         self.stepping = True
         owner.running.add(key)
         try:
             self.begin_masters()
-            if owner.casts is None:
-                return original(*args, **kwargs)
-            thread = owner.casts.thread
-            token = thread.set(False)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                thread.reset(token)
+            casts = owner.casts
+            return (original if casts is None else casts.thread.with_mode(original, False))(*args, **kwargs)
         finally:
             owner.running.discard(key)
             self.stepping = False
@@ -618,8 +607,7 @@ class StepGuard:
             NonFiniteGradientsError: There were too many in a row.
         """
         # A step was due and came: LR schedulers look at this before they complain about the order of calls.
-        optimizer: Any = self._optimizer()
-        optimizer._opt_called = True
+        self.optimizer._opt_called = True
         if blamed is None:
             self.history.step.skipped_by = "on_nonfinite"
             return

@@ -486,9 +486,7 @@ class DynamicLossScaler(LossScaler):
             self._unskipped = 0
             grown = ctypes.c_float(scale * self.growth_factor).value
             scale = grown if math.isfinite(grown) else scale
-        # Of a step like most nothing is left to do; the limits may have been changed since the last one.
-        if scale != self._loss_scale or not self.min_loss_scale <= scale <= self.max_loss_scale:
-            self._loss_scale = self._within_limits(scale)
+        self._loss_scale = self._within_limits(scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the scale, moved into this scaler's limits, and the count. See `LossScaler.load_state_dict`."""

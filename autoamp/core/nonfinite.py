@@ -161,21 +161,16 @@ class NonFiniteSteps:
         NonFiniteGradientsError: they hold inf or nan, and `action` is ``"raise"``.
         """
         step, waits, grads = self._optimizers.steps, self._action != "warn", []
-        asked = waits or self._scaler_steps or step.reads_flags
-        is_checked = guard is not None and bool(guard.grads.resolved)
         flag = getattr(optimizer, "found_inf", None)
-        # Most steps of a loss scale.
-        if is_checked and flag is None and not asked and all(map(_is_finite, step.losses)):
-            self._in_a_row = 0
-            return False
         self._called, self._flag = True, flag if isinstance(flag, Tensor) else None
         self._optimizers.steps.last.flag = self._flag
         if flag is not None or is_capturing():
             return False
         # A loss is of one rank. Unless that rank only warns, all ranks are to do the same.
         sees_losses = not (waits and several_processes())
-        if self._scaler_steps or is_checked:
+        if self._scaler_steps or (guard is not None and guard.grads.resolved):
             # A scaler has found the gradients to be finite. Losses on a GPU are only looked at where somebody asked.
+            asked = waits or step.reads_flags or self._scaler_steps
             losses = [loss for loss in step.losses if sees_losses and (asked or loss.is_cpu)]
         else:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
@@ -291,11 +286,6 @@ class NonFiniteSteps:
             self._told |= {None, place}
             warn_user(f"{told}. Others are counted")
         return told
-
-
-def _is_finite(loss: Tensor) -> bool:
-    """Whether a loss is known to be finite, or on a device where nobody looks at it unasked."""
-    return not loss.is_cpu or (type(loss) is Tensor and math.isfinite(loss))
 
 
 @without_grad

@@ -106,7 +106,6 @@ class Guards(GuardHost[StepGuard]):
                 "the loss as optimizer.step(closure), or call scale_loss before step()"
             )
         guard = self._guards[optimizer] = StepGuard(optimizer, lambda: self, masters=masters)
-        self.still_scaled.guard_made()
         return guard
 
     @property
@@ -271,8 +270,6 @@ class Guards(GuardHost[StepGuard]):
     def optimizer_made(self, optimizer: Any) -> None:
         """Give a new optimizer masters, if it gets some, before a state is loaded into it."""
         if isinstance(optimizer, ScalesItself):
-            # It has a guard of its own for the optimizer within it.
-            self.still_scaled.guard_made()
             return
         self.still_scaled.optimizer_made(optimizer)
         # A half-built optimizer has no groups.

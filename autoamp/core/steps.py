@@ -406,8 +406,7 @@ class StepHistory:
             scale: The one that was too high.
             late: Whether others may have been taken since.
         """
-        if self.step.unread is not None:
-            self.step.unread.catch_up()
+        self.catch_up()
         step.unread, step.is_late = None, late
         owner = self.owner()
         if skipped_by is None:
