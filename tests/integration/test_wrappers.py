@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -166,6 +166,12 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 # -- wrappers, each as a program with a level --
 
 
+@functools.cache
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return a mesh of ranks, which all programs share: each of its groups has several threads as long as it lives."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
 def run(
     level: str,
     wrap: Callable[[Any], Any] = lambda model: model,
@@ -267,17 +273,17 @@ def tensor_parallel(model: nn.Module, mesh: Any = None) -> nn.Module:
     plan: Any = {
         "first": ColwiseParallel(output_layouts=Replicate()), "last": RowwiseParallel(input_layouts=Replicate())
     }  # fmt: skip
-    return parallelize_module(model, mesh or init_device_mesh("cpu", (RANKS,)), plan)
+    return parallelize_module(model, mesh or device_mesh((RANKS,)), plan)
 
 
 def hsdp(level: str) -> Any:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = device_mesh((2, 2), ("replicas", "shards"))
     return run(level, sharded(mesh), early=False)
 
 
 def fsdp_of_tensor_parallel(level: str) -> Any:
     """Two dimensions: each half of the ranks has half of the samples."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = device_mesh((2, 2), ("data", "tensor"))
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
         x, y = (whole.chunk(2)[mesh.get_local_rank("data")] for whole in samples(step))
