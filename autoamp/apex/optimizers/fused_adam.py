@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoamp.apex.amp_C.optimizers import multi_tensor_adam
 from autoamp.apex.formulas import ADAM, ADAM_ON_DEVICE, Rule, clipped, write_back
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
 from autoamp.core import widened
@@ -52,6 +53,8 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
+    # For subclasses that call it themselves, as they do with Apex's.
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Optimizers that were pickled before these options existed have no such attributes of their own.
     capturable = _eps_inside_sqrt = False

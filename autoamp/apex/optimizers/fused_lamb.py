@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoamp.apex.amp_C.optimizers import multi_tensor_lamb
+from autoamp.apex.amp_C.tensor_lists import multi_tensor_l2norm
 from autoamp.apex.formulas import LAMB
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
 from autoamp.core import total_norm
@@ -34,6 +36,8 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _rule = LAMB
+    # For subclasses that call them themselves, as they do with Apex's.
+    multi_tensor_lamb, multi_tensor_l2norm = staticmethod(multi_tensor_lamb), staticmethod(multi_tensor_l2norm)
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 
     def __init__(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import required
 
+from autoamp.apex.amp_C.optimizers import multi_tensor_sgd
 from autoamp.apex.formulas import SGD
 from autoamp.apex.optimizers.groups import FusedOptimizer, require
 from autoamp.core import widened
@@ -42,6 +43,8 @@ class FusedSGD(FusedOptimizer):
     """
 
     _rule = SGD
+    # For subclasses that call it themselves, as they do with Apex's.
+    multi_tensor_sgd = staticmethod(multi_tensor_sgd)
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
     # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are
     # not in `_options`: a copy has no gradients, so there is nothing to divide.

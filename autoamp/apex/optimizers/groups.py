@@ -42,6 +42,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
 
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """An int32 flag of shape ``[1]``, 0, for subclasses that call ``multi_tensor_applier`` as Apex's do."""
+        return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}
 

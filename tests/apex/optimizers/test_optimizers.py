@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autoamp.apex.multi_tensor_apply import multi_tensor_applier
 from autoamp.apex.optimizers import (
     FusedAdagrad,
     FusedAdam,
@@ -572,3 +573,32 @@ def test_sgd_of_halves_rounds_once_a_step(nesterov: bool, half: torch.dtype) -> 
         # The same sums in another order may round another way, in a few places.
         assert (param.detach() != wide.to(half)).float().mean() < 1e-2
     assert (param != theirs).float().mean() > 0.05
+
+
+class AdamOfAnother(FusedAdam):
+    """Steps by Apex's function itself, as fairseq's optimizer does."""
+
+    def step(self, closure: Any = None, **given: Any) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = group["params"]
+            lists = [[param.grad for param in params], params, *([torch.zeros_like(one) for one in params],) * 2]
+            lists[3] = [torch.zeros_like(one) for one in params]
+            multi_tensor_applier(
+                self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
+                group["step"], 1, True, group["weight_decay"],
+            )  # fmt: skip
+
+
+def test_subclasses_may_call_the_functions_of_apex() -> None:
+    weights = torch.randn(3, 4)
+    found, expected = torch.nn.Parameter(weights.clone()), torch.nn.Parameter(weights.clone())
+    for param, kind in ((found, AdamOfAnother), (expected, FusedAdam)):
+        param.grad = torch.ones_like(param)
+        kind([param], lr=0.1, weight_decay=0.1).step()
+    torch.testing.assert_close(found, expected)
+    assert callable(FusedSGD([found], lr=0.1).multi_tensor_sgd)
+    lamb = FusedLAMB([found])
+    assert callable(lamb.multi_tensor_lamb)
+    assert callable(lamb.multi_tensor_l2norm)
+    assert lamb._dummy_overflow_buf.tolist() == [0]
