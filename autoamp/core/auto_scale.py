@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -123,8 +124,9 @@ class AutoScale:
 
     def optimizer_made(self, optimizer: Any) -> None:
         """Guard an optimizer."""
-        # An FP16_Optimizer guards the optimizer within it, and a half-built optimizer has no groups.
-        if self.active and not isinstance(optimizer, ScalesItself):
+        # An FP16_Optimizer guards the optimizer within it, which is told of again as it loads a state, and a half-built
+        # optimizer has no groups.
+        if self.active and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
                     self._optimizers.guard(optimizer, check=False).repeats_closure = False
@@ -365,12 +367,12 @@ class OptimizerSteps:
                     "autoamp.DistributedState(model, optimizer), which has the keys of get_optimizer_state_dict with "
                     "flatten_optimizer_state_dict=True; its state_dict() and load_state_dict() do without files"
                 )
-            running.add(id(optimizer))
+            running[id(optimizer)] = threading.get_ident()
             try:
                 with contextlib.nullcontext() if guard is None else guard.uncounted():
                     return self._optimizers.casts.thread.with_mode(make, False)(optimizer, *args, **kwargs)
             finally:
-                running.discard(id(optimizer))
+                running.pop(id(optimizer), None)
 
         return make_state
 
@@ -379,6 +381,8 @@ class OptimizerSteps:
         optimizers = self._optimizers
         guard = optimizers.guard_of(optimizer)
         plain_step: Step | None = None
+        # As within LARC: the step of the wrapper counts.
+        is_within_another = threading.get_ident() in optimizers.running.values()
         # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
         if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
             # Nobody has told of it if ``gc.freeze()`` had frozen it.
@@ -395,11 +399,11 @@ class OptimizerSteps:
                 optimizers.check_underflow(optimizer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            optimizers.running.add(id(optimizer))
+            optimizers.running[id(optimizer)] = threading.get_ident()
             try:
                 return original(optimizer, *args, **kwargs)
             finally:
-                optimizers.running.discard(id(optimizer))
+                optimizers.running.pop(id(optimizer), None)
 
         if guard is not None:
             return guard.step(run, args, kwargs)
@@ -409,7 +413,7 @@ class OptimizerSteps:
         else:
             result = optimizers.casts.thread.with_mode(run, False)(*args, **kwargs)
         if plain_step is not None:
-            optimizers.steps.plain += 1
+            optimizers.steps.plain += not is_within_another
             optimizers.steps.end(plain_step)
         optimizers.casts.cache.clear()
         return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -591,13 +592,13 @@ class StepGuard:
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner, key = self.owner(), id(self.optimizer)
         self.stepping = True
-        owner.running.add(key)
+        owner.running[key] = threading.get_ident()
         try:
             self.begin_masters()
             casts = owner.casts
             return (original if casts is None else casts.thread.with_mode(original, False))(*args, **kwargs)
         finally:
-            owner.running.discard(key)
+            owner.running.pop(key, None)
             self.stepping = False
 
     def skip(self, blamed: OverflowCheck | None) -> Any:

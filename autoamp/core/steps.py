@@ -133,9 +133,9 @@ class SkipCount:
         more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
         logger.warning(
             "a skipped step has left inf or nan in buffers: %s%s. A skip keeps parameters as they were, but forward "
-            "has written these buffers, and model.eval() gives inf or nan by them. Call reset_running_stats() on the "
-            "modules, or load an earlier checkpoint. If the batch is finite in fp32, run the layers before them in "
-            "fp32, by a path under [modules] of a list or by handle.override(module, 'fp32')",
+            "has written these buffers, and model.eval() gives inf or nan by them. Call reset_running_stats() on "
+            "norms and set other buffers anew, or load an earlier checkpoint. If the batch is finite in fp32, run the "
+            "layers before them in fp32, by a path under [modules] of a list or by handle.override(module, 'fp32')",
             ", ".join(shown[:4]), more,
         )  # fmt: skip
 
@@ -309,7 +309,7 @@ class GuardHost(Generic[Guard]):
 
     def __init__(self) -> None:
         self.steps = Steps(self.listeners)
-        self.running: set[int] = set()
+        self.running: dict[int, int] = {}
 
     @property
     def scalers(self) -> Sequence[LossScaler]:

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 import autoamp
 from autoamp.apex.fp16_utils import FP16_Optimizer
 from autoamp.apex.optimizers import FusedAdam
+from autoamp.core import runtime_of
 from autoamp.errors import CheckpointError, UsageError
 
 LISTS = {"extends": [], "fp16": ["linear"], "fp32": ["mse_loss"]}
@@ -520,3 +521,15 @@ def test_a_number_of_steps_beyond_floats_loads_nothing(at: str) -> None:
 def test_no_dict_at_all() -> None:
     with pytest.raises(CheckpointError, match="list"):
         build(network()).load_state_dict([])  # type: ignore[arg-type]
+
+
+def test_steps_count_once_after_a_checkpoint_was_loaded_under_automatic_scaling() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, scope="modules")
+    handle.auto_scale()
+    model = network()
+    optimizer = build(model)
+    train(model, optimizer, steps=2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, steps=2)
+    assert runtime_of(handle).optimizers.steps.all == 4
+    handle.deactivate()

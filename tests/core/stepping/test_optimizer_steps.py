@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import autoamp
+from autoamp.core import runtime_of
 from autoamp.errors import UsageError
 
 
@@ -153,3 +155,36 @@ def test_a_step_that_was_bound_early_is_skipped_under_a_handle_and_is_torch_s_ow
         assert kind.step is before  # type: ignore[attr-defined]
     # Once a program has compiled, Dynamo has a cell in the step of LBFGS too.
     assert before.__wrapped__ in [cell.cell_contents for cell in before.__closure__]
+
+
+class Wrapper(Optimizer):
+    """Steps another optimizer in its own step, as LARC does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__setstate__({})
+
+    param_groups: Any = property(lambda self: self.inner.param_groups)
+    state: Any = property(lambda self: self.inner.state)
+    defaults: Any = property(lambda self: self.inner.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_within_that_of_a_wrapper_counts_once(scaled: bool) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=autoamp.DynamicLossScaler(8.0))
+    param = Parameter(torch.ones(2))
+    optimizer, other = Wrapper(torch.optim.SGD([param], lr=0.1)), torch.optim.SGD([Parameter(torch.ones(1))], lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = (param * (math.inf if step == 1 and scaled else 1.0)).sum()
+        with handle.scale_loss(loss, optimizer) if scaled else contextlib.nullcontext(loss) as given:
+            given.backward()
+        optimizer.step()
+        assert runtime_of(handle).optimizers.steps.all == step + 1
+    assert handle.skipped_steps == scaled
+    other.step()
+    assert runtime_of(handle).optimizers.steps.all == 5
+    handle.deactivate()
