@@ -66,13 +66,12 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
     """Build what the attention modules of torch ask for whether they may take their fast path for inference.
 
     That path computes all in the dtype of its input, norms included, so that a model would compute other bits without
-    gradients. It is shut, as torch shuts it in its autocast regions. It stays open where the program turned casts off,
-    and in `Handle.inference`, which promises speed.
+    gradients. It is shut, as torch shuts it in its autocast regions, and stays open where the program turned casts off.
     """
 
     def get_fastpath_enabled() -> bool:
         is_off = casts.thread.mode.on is False and casts.on_by_default
-        return original() if is_off or casts.cache.pins else False
+        return original() if is_off else False
 
     return get_fastpath_enabled
 

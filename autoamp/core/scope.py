@@ -35,7 +35,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from autoamp.core.attach import masters_to_model
 from autoamp.core.casts import HALF_MODEL, CastState, ThreadMode, ThreadState, Token, TracedMode
@@ -424,6 +426,9 @@ class ModuleCalls:
                 # Code around that casts nothing, such as an fp32 module's, could not use a half result.
                 widens = precision is ModulePrecision.FP16 and local.now().on is not True
                 tokens.append(local.set(precision is ModulePrecision.FP16))
+            elif in_modules and isinstance(module, ParametrizationList) and local.now().on is None:
+                # The program reads a weight, or takes its parametrization away, outside of models.
+                tokens.append(local.set(False))
             elif in_modules and (begun := casts.begin_call(module)):
                 tokens.append(local.set(True))
                 widens = not casts.autocast_rules()
@@ -482,7 +487,7 @@ class ModuleCalls:
                     while tokens:
                         local.reset(tokens.pop())
                 if widens:
-                    outputs = _cast_nested(outputs, casts.to_fp32)
+                    outputs = map_tensors(outputs, partial(_widened, casts=casts))
                 result = outputs if dtypes is None else cast_structure(outputs, dtypes.outputs)
                 return result
             finally:
@@ -559,6 +564,14 @@ class ModuleCalls:
             return casts.thread.with_mode(apply, *mode)(context, *args)
 
         return apply_as_noted
+
+
+def _widened(tensor: Tensor, casts: CastState) -> Tensor:
+    """Return a model's output in fp32, or complex64 for half complex numbers."""
+    if tensor.dtype is torch.complex32 and tensor.device.type == casts.device_type and not casts.autocast_rules():
+        return tensor.to(torch.complex64)
+    widened: Tensor = casts.to_fp32(tensor) if tensor.layout in CASTABLE_LAYOUTS else tensor
+    return widened
 
 
 def _cast_nested(value: Any, cast: Callable[[Any], Any]) -> Any:

@@ -158,7 +158,11 @@ class _Failure:
         if self.outer in self.runtime.setups:
             entry = self._class_of_several(path) or path
             return f'keep {entry} in fp32 by initialize(..., lists={{"modules": {{"{entry}": "fp32"}}}})'
-        return f'run it in fp32 by autoamp.current_handle().override(model.get_submodule("{path}"), "fp32")'
+        model = type(self.outer).__name__
+        return (
+            f"run it in fp32, where model is the {model} that was called, "
+            f'by autoamp.current_handle().override(model.get_submodule("{path}"), "fp32")'
+        )
 
     def _class_of_several(self, path: str) -> str:
         """Return the class of the module at a path if the model has more of it, each of which may fail; else ""."""

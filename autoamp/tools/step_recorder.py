@@ -344,7 +344,9 @@ class StepRecorder(Listener):
         step, why = self.step, None
         if step.recording is None:
             self._record()
-        kinds = {kind.__name__ for part in module.modules() for kind in type(part).__mro__}
+        # Without devices `DataParallel` calls what it wraps.
+        parts = [part for part in module.modules() if getattr(part, "device_ids", None) != []]
+        kinds = {kind.__name__ for part in parts for kind in type(part).__mro__}
         if kinds & _WHOLE or any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
             why = f"the model is compiled, or parts of it are elsewhere ({type(module).__name__})"
         if compiled_wrappers() > 0 or compiled_graphs() != self._graphs:

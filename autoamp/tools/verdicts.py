@@ -162,7 +162,7 @@ class Overflow:
                 row = "" if index is None else f" at batch index {index}"
                 return f"the input {name} of {self.module} holds {self.value or 'inf or nan'}{row}"
             case NotFiniteInFp32(cause="weights", tensor=name):
-                return f"the weight {name} holds {self.value or 'inf or nan'}"
+                return f"the parameter or buffer {name} holds {self.value or 'inf or nan'}"
             case NotFiniteInFp32(magnitudes=sizes):
                 return f"{self._made()}{_sizes(sizes)}, and in fp32 it is not finite either"
             case Communication():

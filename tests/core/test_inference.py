@@ -298,3 +298,13 @@ def test_fp16_is_not_packed() -> None:
         with contextlib.suppress(RuntimeError):  # CPUs lack the kernel.
             lstm(x)
         assert packed_of(handle, lstm.weight_ih_l0) is None
+
+
+@pytest.mark.parametrize("half", [torch.float16, HALF])
+@pytest.mark.parametrize("count", [1, 2])
+def test_attention_modules_of_torch_give_the_same_bits(half: torch.dtype, count: int) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=half)
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), count).eval()
+    check_pinned(handle, model, lambda: model(torch.ones(1, 4, 16)), bits=half is torch.float16)
+    handle.deactivate()

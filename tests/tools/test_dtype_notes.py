@@ -337,6 +337,15 @@ def test_an_op_on_no_list_is_told_the_override(half: torch.dtype) -> None:
     handle.deactivate()
 
 
+def test_a_model_within_another_that_was_called_past_it_is_named(half: torch.dtype) -> None:
+    start(half)
+    flow = nn.ModuleList([Net(Part(write_into_fp32))])
+    note = note_on(lambda: flow[0](torch.rand(4, 8)))
+    assert ", where model is the Net that was called, by " in note
+    with eval(note.rpartition(" by ")[2], {"autoamp": autoamp, "model": flow[0]}):
+        flow[0](torch.rand(4, 8))
+
+
 def test_at_o1_the_entry_is_one_of_initialize(half: torch.dtype) -> None:
     note = note_on(lambda: train(Net(Part(write_into_fp32)), "O1", half))
     assert note.endswith('keep part in fp32 by initialize(..., lists={"modules": {"part": "fp32"}})')

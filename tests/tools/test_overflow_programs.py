@@ -55,6 +55,12 @@ def test_a_loss_module_made_for_one_call() -> None:
     assert found.iteration == 1
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="DataParallel has devices")
+def test_data_parallel_without_devices_is_as_what_it_wraps() -> None:
+    found = found_in(train(nn.DataParallel(Net(squared))))
+    assert isinstance(found.verdict, HalfPrecisionOp), str(found)
+
+
 @pytest.mark.parametrize("marked", ["input", "parameters"])
 def test_a_model_of_tensors_of_a_subclass(marked: str) -> None:
     net = Net(squared)

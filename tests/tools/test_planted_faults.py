@@ -204,7 +204,7 @@ def is_right(found: Overflow, place: str) -> bool:
     if place == "data":
         return "the input x of" in str(found) and "at batch index 1" in str(found)
     if place in ("weight", "optimizer state"):
-        return "the weight first.weight holds nan" in str(found)
+        return "the parameter or buffer first.weight holds nan" in str(found)
     return (found.location or "").rpartition("/")[2] in lines_of(place)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import autoamp
 from tests.core.modules.watches import Calls, Watch
@@ -328,3 +328,57 @@ def test_in_the_global_scope_a_disabled_region_is_fp32_wherever_it_is_opened() -
     bare(torch.ones(2, 4))
     assert (model.seen, bare.seen) == ([FP32], [HALF])
     handle.deactivate()
+
+
+# -- what a program reads outside of models, and outputs --
+
+
+class Adapter(nn.Module):
+    """A parametrization with parameters, as LoRA's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a @ self.b
+
+
+def test_parametrized_weights_are_read_and_merged_in_fp32(handle: autoamp.Handle) -> None:
+    adapter, layer = Adapter(), nn.Linear(8, 8)
+    exact = layer.weight.detach().double() + (adapter.a.double() @ adapter.b.double()).detach()
+    parametrize.register_parametrization(layer, "weight", adapter)
+    with handle.count() as counts:
+        torch.testing.assert_close(layer.weight.double(), exact, rtol=0.0, atol=1e-5)
+        assert not counts.casts
+        assert nn.Sequential(layer)(torch.randn(2, 8)).dtype is FP32
+        assert counts.casts
+    parametrize.remove_parametrizations(layer, "weight")
+    torch.testing.assert_close(layer.weight.double(), exact, rtol=0.0, atol=1e-5)
+
+
+def test_orthogonal_weights_are_orthogonal_in_fp32(handle: autoamp.Handle) -> None:
+    layer = parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp")
+    torch.testing.assert_close(layer.weight @ layer.weight.T, torch.eye(8), rtol=0.0, atol=1e-5)
+
+
+class Spectrum(nn.Module):
+    """Returns complex numbers made of half reals, and reals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.layer(x)
+        return {"complex": torch.view_as_complex(y.reshape(-1, 2)), "real": y}
+
+
+@pytest.mark.filterwarnings("ignore:this CPU has no fp16 units:UserWarning")
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_complex_outputs_are_widened_too(half: torch.dtype) -> None:
+    made = autoamp.init(dtype=half, device_type="cpu", scope="modules")
+    found = Spectrum()(torch.randn(2, 4))
+    assert (found["complex"].dtype, found["real"].dtype) == (torch.complex64, FP32)
+    found["complex"].abs().sum().backward()
+    made.deactivate()
