@@ -178,7 +178,7 @@ def _version() -> str:
 def _add_run(commands: Any) -> None:
     run = commands.add_parser("run", help="run a program unmodified, in mixed precision", description=_RUN_HELP)
     add_casts(
-        run, "default: bf16 or fp16 if the device has units for it, else fp32; fp16 for a script that imports apex"
+        run, "default: bf16 or fp16 if the device has units for it, else fp32; fp16 for the amp.initialize of a script"
     )
     # Checked where the levels are, so that a digit 0 gets their message.
     run.add_argument("--opt-level", default="O1", metavar="{O0,O1,O2,O3}", help=_LEVEL_HELP)

@@ -16,7 +16,7 @@ _MEANINGS = {
     "promote": "arguments of several dtypes are cast to fp32",
     "half_if_mixed": "where torch refuses several dtypes, its arguments are cast to the half dtype",
     "fp32_if_refused": "where torch refuses half precision, its arguments are cast to fp32",
-    "banned": "in half precision it raises an error, or runs in fp32 with allow_banned",
+    "banned": "in half precision it runs in fp32 and warns once, or raises an error with allow_banned=False",
     "none": "left alone",
 }
 
