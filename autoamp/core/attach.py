@@ -378,7 +378,10 @@ class AttachedMethod:
 def guard_before(optimizer: Any) -> Any:
     """Return the guard that is attached to an optimizer's step, also if it is none of the handle's; None without."""
     step = vars(optimizer).get("step")
-    return getattr(step._instead, "__self__", None) if isinstance(step, AttachedMethod) else None
+    while step is not None and not isinstance(step, AttachedMethod):
+        # A scheduler may have wrapped it.
+        step = getattr(step, "__wrapped__", None)
+    return None if step is None else getattr(step._instead, "__self__", None)
 
 
 def living_optimizers_and_modules() -> tuple[list[torch.optim.Optimizer], list[torch.nn.Module]]:

@@ -126,7 +126,11 @@ class AutoScale:
         """Guard an optimizer."""
         # An FP16_Optimizer guards the optimizer within it, which is told of again as it loads a state, and a half-built
         # optimizer has no groups.
-        if self.active and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
+        if (
+            self.active
+            and not isinstance(optimizer, ScalesItself)
+            and (guard_before(optimizer) in (None, self._optimizers.guard_of(optimizer)))
+        ):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:
                     self._optimizers.guard(optimizer, check=False).repeats_closure = False
@@ -367,7 +371,7 @@ class OptimizerSteps:
                     "autoamp.DistributedState(model, optimizer), which has the keys of get_optimizer_state_dict with "
                     "flatten_optimizer_state_dict=True; its state_dict() and load_state_dict() do without files"
                 )
-            running[id(optimizer)] = threading.get_ident()
+            running[id(optimizer)] = threading.get_ident(), optimizer
             try:
                 with contextlib.nullcontext() if guard is None else guard.uncounted():
                     return self._optimizers.casts.thread.with_mode(make, False)(optimizer, *args, **kwargs)
@@ -381,8 +385,7 @@ class OptimizerSteps:
         optimizers = self._optimizers
         guard = optimizers.guard_of(optimizer)
         plain_step: Step | None = None
-        # As within LARC: the step of the wrapper counts.
-        is_within_another = threading.get_ident() in optimizers.running.values()
+        counts = False
         # An FP16_Optimizer has a guard that is none of the handle's, and so has the optimizer inside of it.
         if guard is None and not isinstance(optimizer, ScalesItself) and guard_before(optimizer) is None:
             # Nobody has told of it if ``gc.freeze()`` had frozen it.
@@ -394,12 +397,13 @@ class OptimizerSteps:
             if guard is None:
                 # Without loss scaling. Its gradients may be scaled all the same.
                 optimizers.still_scaled.refuse(f"{type(optimizer).__name__} would use", stepped_params(optimizer))
-                plain_step = Step()
-                optimizers.steps.begin(plain_step, guarded=False)
+                plain_step, counts = Step(), not optimizers.steps_within(optimizer)
+                if counts:
+                    optimizers.steps.begin(plain_step, guarded=False)
                 optimizers.check_underflow(optimizer)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            optimizers.running[id(optimizer)] = threading.get_ident()
+            optimizers.running[id(optimizer)] = threading.get_ident(), optimizer
             try:
                 return original(optimizer, *args, **kwargs)
             finally:
@@ -412,8 +416,8 @@ class OptimizerSteps:
             plain_step.skipped_by = "on_nonfinite"
         else:
             result = optimizers.casts.thread.with_mode(run, False)(*args, **kwargs)
-        if plain_step is not None:
-            optimizers.steps.plain += not is_within_another
+        if plain_step is not None and counts:
+            optimizers.steps.plain += 1
             optimizers.steps.end(plain_step)
         optimizers.casts.cache.clear()
         return result

@@ -498,8 +498,9 @@ class StepGuard:
             )
         closure: Any = args[0] if args else kwargs.get("closure")
         evaluates, owner, grads, last_step = callable(closure), self.owner(), self.grads, self.history.step
+        counts = not (owner.running and owner.steps_within(self.optimizer))
         self.history.begin()
-        owner.step_begins(self)
+        owner.step_begins(self, counts=counts)
         if not evaluates:
             owner.refuse_scaled(self)
         grads.collect()
@@ -517,7 +518,8 @@ class StepGuard:
         finally:
             grads.agreed = False
             self.params_changed()
-        owner.steps.end(self.history.step)
+        if counts:
+            owner.steps.end(self.history.step)
         return result
 
     @contextlib.contextmanager
@@ -592,7 +594,7 @@ class StepGuard:
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         owner, key = self.owner(), id(self.optimizer)
         self.stepping = True
-        owner.running[key] = threading.get_ident()
+        owner.running[key] = threading.get_ident(), self.optimizer
         try:
             self.begin_masters()
             casts = owner.casts

@@ -38,7 +38,7 @@ class Guards(GuardHost[StepGuard]):
         loss_scalers: Those that were given, and all that came later.
         steps: How many there were, and what is known of the last one.
         models_with_masters: An optimizer that is guarded from now on gets masters if it steps parameters of these.
-        running: The threads of the optimizers whose step runs now, by the id of the optimizer.
+        running: The optimizers whose step runs now, each with its thread, by the id of the optimizer.
         still_scaled: The parameters whose gradients a block left scaled.
         facts: Returns the settings that all ranks have to have alike, by name, and the policy of each target; None
             for optimizers of no handle.
@@ -50,7 +50,7 @@ class Guards(GuardHost[StepGuard]):
         self.casts = casts
         self.loss_scalers = LossScalers(scalers)
         self.models_with_masters: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.running: dict[int, int] = {}
+        self.running: dict[int, tuple[int, Any]] = {}
         self._guards: weakref.WeakKeyDictionary[Any, StepGuard] = weakref.WeakKeyDictionary()
         self._asked_for_all: RequestedGroup | None = None
         self._asked: weakref.WeakKeyDictionary[Any, RequestedGroup] = weakref.WeakKeyDictionary()
@@ -173,9 +173,10 @@ class Guards(GuardHost[StepGuard]):
 
     # -- what guards ask and tell --
 
-    def step_begins(self, guard: StepGuard) -> None:
+    def step_begins(self, guard: StepGuard, *, counts: bool) -> None:
         """Count a step, and compare settings with the ranks that step together with this one, once."""
-        self.steps.begin(guard.history.step)
+        if counts:
+            self.steps.begin(guard.history.step)
         if guard.grads.own_scalers:
             for scaler in guard.grads.own_scalers:
                 self.steps.add_own(scaler)

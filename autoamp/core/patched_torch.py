@@ -70,8 +70,7 @@ def _build_fast_path_check(original: Callable[[], bool], casts: CastState) -> An
     """
 
     def get_fastpath_enabled() -> bool:
-        is_off = casts.thread.mode.on is False and casts.on_by_default
-        return original() if is_off else False
+        return casts.thread.mode.on is False and casts.on_by_default and original()
 
     return get_fastpath_enabled
 

@@ -487,7 +487,7 @@ class ModuleCalls:
                     while tokens:
                         local.reset(tokens.pop())
                 if widens:
-                    outputs = map_tensors(outputs, partial(_widened, casts=casts))
+                    outputs = _cast_nested(outputs, partial(_widened, casts=casts))
                 result = outputs if dtypes is None else cast_structure(outputs, dtypes.outputs)
                 return result
             finally:
@@ -570,7 +570,7 @@ def _widened(tensor: Tensor, casts: CastState) -> Tensor:
     """Return a model's output in fp32, or complex64 for half complex numbers."""
     if tensor.dtype is torch.complex32 and tensor.device.type == casts.device_type and not casts.autocast_rules():
         return tensor.to(torch.complex64)
-    widened: Tensor = casts.to_fp32(tensor) if tensor.layout in CASTABLE_LAYOUTS else tensor
+    widened: Tensor = casts.to_fp32(tensor)
     return widened
 
 

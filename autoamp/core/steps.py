@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, SupportsFloat, TypeVar
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core.attach import living_optimizers_and_modules
+from autoamp.core.attach import ScalesItself, living_optimizers_and_modules, stepped_params
 from autoamp.core.casts import CastState
 from autoamp.core.gradients import local_of
 from autoamp.core.listeners import Listeners
@@ -309,7 +310,8 @@ class GuardHost(Generic[Guard]):
 
     def __init__(self) -> None:
         self.steps = Steps(self.listeners)
-        self.running: dict[int, int] = {}
+        # By the id of the optimizer: the thread, and the optimizer.
+        self.running: dict[int, tuple[int, Any]] = {}
 
     @property
     def scalers(self) -> Sequence[LossScaler]:
@@ -323,8 +325,23 @@ class GuardHost(Generic[Guard]):
     def refuse_scaled(self, guard: Guard) -> None:
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
 
-    def step_begins(self, guard: Guard) -> None:
-        """Called at each step, before it is taken or skipped."""
+    def steps_within(self, optimizer: Any) -> bool:
+        """Whether a step is one within the step of a wrapper, as LARC, which has the same parameters and counts."""
+        thread, params = threading.get_ident(), set(map(id, stepped_params(optimizer)))
+        # Of an FP16_Optimizer the step within it counts.
+        return any(
+            ident == thread and not isinstance(other, ScalesItself) and params.issubset(map(id, stepped_params(other)))
+            for ident, other in list(self.running.values())
+            if other is not optimizer
+        )
+
+    def step_begins(self, guard: Guard, *, counts: bool) -> None:
+        """Called at each step, before it is taken or skipped.
+
+        Args:
+            guard: The optimizer's.
+            counts: Whether it is no step within that of a wrapper.
+        """
 
 
 class Step:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessException
 
 from tests.launches import ROOT, environment
 
@@ -56,18 +56,18 @@ def run_ranks(function: Callable[..., None], args: tuple[Any, ...], world: int) 
 
     Raises
     ------
-    torch.multiprocessing.ProcessRaisedException
-        If the function raised in one of them.
-    torch.multiprocessing.ProcessExitedException
-        If one of them ended otherwise; a note has what it wrote to stderr, with its stacks if it died of a signal.
+    torch.multiprocessing.ProcessException
+        If the function raised in one of them, or one ended otherwise. A note has what all wrote to stderr, with the
+        stacks of those that died of a signal.
     """
     forks = hasattr(os, "fork") and not torch.accelerator.is_available()
     method = "fork" if forks else "spawn"
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.multiprocessing.start_processes(_told, (function, args, folder), world, start_method=method)
-        except ProcessExitedException as error:
-            error.add_note(pathlib.Path(folder, f"stacks{error.error_index}").read_text(errors="replace")[-20_000:])
+        except ProcessException as error:
+            for told in sorted(pathlib.Path(folder).glob("stacks*")):
+                error.add_note(told.read_text(errors="replace")[-20_000:])
             raise
 
 
@@ -87,8 +87,9 @@ def on_ranks(
 
     try:
         return attempt()
-    except ProcessExitedException as error:
-        if error.exit_code >= 0:
+    except ProcessException as error:
+        # Another rank may be the first to end, as its connection was closed.
+        if not any("Fatal Python error" in note for note in error.__notes__):
             raise
         warnings.warn("\n".join([f"Ranks begin anew: {error}", *error.__notes__]), stacklevel=2)
         return attempt()

@@ -53,7 +53,6 @@ class FusedAdam(FusedOptimizer):
         UsageError: ``amsgrad=True``; or ``capturable=True`` and a group has parameters on several devices.
     """
 
-    # For subclasses that call it themselves, as they do with Apex's.
     multi_tensor_adam = staticmethod(multi_tensor_adam)
     _options = (*FusedOptimizer._options, "adam_w_mode", "master_weights", "capturable", "_eps_inside_sqrt")
     # Optimizers that were pickled before these options existed have no such attributes of their own.

@@ -36,7 +36,6 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _rule = LAMB
-    # For subclasses that call them themselves, as they do with Apex's.
     multi_tensor_lamb, multi_tensor_l2norm = staticmethod(multi_tensor_lamb), staticmethod(multi_tensor_l2norm)
     _options = (*FusedOptimizer._options, "adam_w_mode", "use_nvlamb")
 

@@ -43,7 +43,6 @@ class FusedSGD(FusedOptimizer):
     """
 
     _rule = SGD
-    # For subclasses that call it themselves, as they do with Apex's.
     multi_tensor_sgd = staticmethod(multi_tensor_sgd)
     _options = (*FusedOptimizer._options, "wd_after_momentum", "materialize_master_grads")
     # Class attributes are defaults for optimizers that were pickled before the attributes existed. The first two are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Whether `torch.amp.GradScaler` leaves unscaling and skipping to `step`, for which it sets `grad_scale`, None for
     # unscaled gradients, and `found_inf`: fp32 tensors without dimensions.
     _step_supports_amp_scaling = False
+    # Subclasses have Apex's functions, as `multi_tensor_adam`, for classes of programs that call them themselves.
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 
@@ -42,10 +44,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.set_grad_none = set_grad_none
 
-    @property
+    @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
-        """An int32 flag of shape ``[1]``, 0, for subclasses that call ``multi_tensor_applier`` as Apex's do."""
-        return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
+        """An int32 flag of shape ``[1]`` for subclasses that call ``multi_tensor_applier`` themselves, as Apex's do."""
+        param = next((param for group in self.param_groups for param in group["params"]), None)
+        return torch.zeros(1, dtype=torch.int32, device=None if param is None else param.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._options}}

@@ -523,11 +523,14 @@ def test_no_dict_at_all() -> None:
         build(network()).load_state_dict([])  # type: ignore[arg-type]
 
 
-def test_steps_count_once_after_a_checkpoint_was_loaded_under_automatic_scaling() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_steps_count_once_after_a_checkpoint_was_loaded_under_automatic_scaling(scheduled: bool) -> None:
     handle = autoamp.init(device_type="cpu", dtype=torch.float16, scope="modules")
     handle.auto_scale()
     model = network()
     optimizer = build(model)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
     train(model, optimizer, steps=2)
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, steps=2)

@@ -601,4 +601,9 @@ def test_subclasses_may_call_the_functions_of_apex() -> None:
     lamb = FusedLAMB([found])
     assert callable(lamb.multi_tensor_lamb)
     assert callable(lamb.multi_tensor_l2norm)
-    assert lamb._dummy_overflow_buf.tolist() == [0]
+    flag = lamb._dummy_overflow_buf
+    assert flag.tolist() == [0]
+    multi_tensor_applier(lamb.multi_tensor_l2norm, flag, [[torch.full((2,), float("inf"))]], False)
+    assert lamb._dummy_overflow_buf is flag
+    lamb._dummy_overflow_buf = torch.ones(1)
+    assert FusedSGD([{"params": []}, {"params": [found]}], lr=0.1)._dummy_overflow_buf.shape == (1,)

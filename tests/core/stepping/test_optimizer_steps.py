@@ -172,19 +172,87 @@ class Wrapper(Optimizer):
         return self.inner.step(closure)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_within_that_of_a_wrapper_counts_once(scaled: bool) -> None:
-    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=autoamp.DynamicLossScaler(8.0))
+@pytest.mark.parametrize("scaled", ["no", "scale_loss", "auto_scale"])
+def test_a_step_within_that_of_a_wrapper_counts_once(scaled: str) -> None:
+    half = torch.bfloat16 if scaled == "no" else torch.float16
+    handle = autoamp.init(device_type="cpu", dtype=half, loss_scale=autoamp.DynamicLossScaler(8.0))
+    steps, written, followed = runtime_of(handle).optimizers.steps, [], []
+    if scaled == "auto_scale":
+        handle.auto_scale()
     param = Parameter(torch.ones(2))
     optimizer, other = Wrapper(torch.optim.SGD([param], lr=0.1)), torch.optim.SGD([Parameter(torch.ones(1))], lr=0.1)
+    handle.follow(lambda: followed.append(steps.all))
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            if name.endswith("loss_scale"):
+                written.append(step)
+
+    handle.log_to(Writer(), 1)
     for step in range(4):
         optimizer.zero_grad()
-        loss = (param * (math.inf if step == 1 and scaled else 1.0)).sum()
-        with handle.scale_loss(loss, optimizer) if scaled else contextlib.nullcontext(loss) as given:
+        loss = (param * (math.inf if step == 1 and scaled != "no" else 1.0)).sum()
+        with handle.scale_loss(loss, optimizer) if scaled == "scale_loss" else contextlib.nullcontext(loss) as given:
             given.backward()
         optimizer.step()
-        assert runtime_of(handle).optimizers.steps.all == step + 1
-    assert handle.skipped_steps == scaled
+        assert steps.all == step + 1
+    assert handle.skipped_steps == (scaled != "no")
+    assert written == [1, 2, 3, 4]
+    assert followed == ([1, 2, 3, 4] if scaled == "no" else [1, 3, 4])
     other.step()
-    assert runtime_of(handle).optimizers.steps.all == 5
+    assert steps.all == 5
+    handle.deactivate()
+
+
+def test_another_optimizer_that_steps_within_a_closure_counts() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16)
+    param, second = Parameter(torch.ones(2)), Parameter(torch.ones(2))
+    optimizer, other = torch.optim.SGD([param], lr=0.1), torch.optim.SGD([second], lr=0.1)
+
+    def closure() -> Tensor:
+        loss = (param * second).sum()
+        loss.backward()
+        other.step()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert runtime_of(handle).optimizers.steps.all == 2
+    handle.deactivate()
+
+
+def test_the_gradients_of_a_step_within_that_of_a_wrapper_are_refused() -> None:
+    class Second(Wrapper):
+        def step(self, closure: Any = None) -> Any:
+            with torch.enable_grad():
+                (param * math.inf).sum().backward()
+            return self.inner.step()
+
+    handle = autoamp.init(device_type="cpu", dtype=torch.bfloat16, on_nonfinite="skip")
+    param = Parameter(torch.ones(2))
+    optimizer = Second(torch.optim.SGD([param], lr=0.1))
+    param.sum().backward()
+    optimizer.step()
+    assert param.tolist() == [1.0, 1.0]
+    handle.deactivate()
+
+
+def test_automatic_scaling_evaluates_no_closure_again_that_scaled_its_loss_before() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=torch.float16, loss_scale=autoamp.DynamicLossScaler(8.0))
+    param, calls = Parameter(torch.ones(2)), []
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    with handle.scale_loss(param.sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    handle.auto_scale()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        calls.append(1)
+        loss = (param * (math.inf if len(calls) == 2 else 1.0)).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert (len(calls), handle.skipped_steps) == (3, 1)
     handle.deactivate()
