@@ -129,7 +129,7 @@ class AutoScale:
         if (
             self.active
             and not isinstance(optimizer, ScalesItself)
-            and (guard_before(optimizer) in (None, self._optimizers.guard_of(optimizer)))
+            and guard_before(optimizer) in (None, self._optimizers.guard_of(optimizer))
         ):
             with contextlib.suppress(AttributeError):
                 if optimizer.param_groups:

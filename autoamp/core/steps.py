@@ -326,9 +326,11 @@ class GuardHost(Generic[Guard]):
         """Raise UsageError if gradients of the optimizer are scaled still, by a block that did not name it."""
 
     def steps_within(self, optimizer: Any) -> bool:
-        """Whether a step is one within the step of a wrapper, as LARC, which has the same parameters and counts."""
+        """Whether this thread is within the step of another optimizer with these parameters, a wrapper such as LARC.
+
+        Not of an `FP16_Optimizer`: there the step within it is the one that counts.
+        """
         thread, params = threading.get_ident(), set(map(id, stepped_params(optimizer)))
-        # Of an FP16_Optimizer the step within it counts.
         return any(
             ident == thread and not isinstance(other, ScalesItself) and params.issubset(map(id, stepped_params(other)))
             for ident, other in list(self.running.values())
@@ -340,7 +342,7 @@ class GuardHost(Generic[Guard]):
 
         Args:
             guard: The optimizer's.
-            counts: Whether it is no step within that of a wrapper.
+            counts: Whether the step counts: one within the step of a wrapper does not.
         """
 
 

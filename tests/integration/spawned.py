@@ -54,11 +54,9 @@ def run_ranks(function: Callable[..., None], args: tuple[Any, ...], world: int) 
     They are forks where that is possible: otherwise each of them imports torch, which takes seconds. Not with a GPU:
     autograd has threads for it, which a fork lacks.
 
-    Raises
-    ------
-    torch.multiprocessing.ProcessException
-        If the function raised in one of them, or one ended otherwise. A note has what all wrote to stderr, with the
-        stacks of those that died of a signal.
+    Raises:
+        ProcessException: The function raised in one of them, or one ended otherwise. The notes have what all wrote to
+            stderr, with the stacks of those that died of a signal.
     """
     forks = hasattr(os, "fork") and not torch.accelerator.is_available()
     method = "fork" if forks else "spawn"
@@ -76,8 +74,8 @@ def on_ranks(
 ) -> list[Any]:
     """Return what ``found_by``, a function of a module, returns on each of ``world`` ranks.
 
-    A process of a group over gloo dies of SIGABRT once in many hundred runs, for a reason that is not known. So ranks
-    begin anew after a first death by a signal, and a warning has the stacks; a second death is an error.
+    In CI a process of a group over gloo once died of SIGABRT, for a reason that is not known. So ranks begin anew after
+    a first death by a signal, and a warning has the stacks; a second death is an error.
     """
 
     def attempt() -> list[Any]:

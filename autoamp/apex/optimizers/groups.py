@@ -21,6 +21,8 @@ _AT_ONCE, _FOR_A_THREAD = 2**24, 2**20
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer for parameters of any floating dtype. Its ``step`` computes in fp32, for fp64 parameters in fp64.
 
+    Subclasses have Apex's functions, such as ``multi_tensor_adam``, for programs whose classes call these themselves.
+
     State tensors have the shape of their parameter, unless a subclass says otherwise, and the dtype of the computation.
     The number of steps is in the group, as ``group["step"]``, where checkpoints of Apex have it.
 
@@ -36,7 +38,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Whether `torch.amp.GradScaler` leaves unscaling and skipping to `step`, for which it sets `grad_scale`, None for
     # unscaled gradients, and `found_inf`: fp32 tensors without dimensions.
     _step_supports_amp_scaling = False
-    # Subclasses have Apex's functions, as `multi_tensor_adam`, for classes of programs that call them themselves.
     # The attributes that copies and pickles have, besides groups, state and defaults.
     _options: tuple[str, ...] = ("set_grad_none",)
 

@@ -582,8 +582,8 @@ class AdamOfAnother(FusedAdam):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = group["params"]
-            lists = [[param.grad for param in params], params, *([torch.zeros_like(one) for one in params],) * 2]
-            lists[3] = [torch.zeros_like(one) for one in params]
+            averages, squares = ([torch.zeros_like(one) for one in params] for _ in range(2))
+            lists = [[param.grad for param in params], params, averages, squares]
             multi_tensor_applier(
                 self.multi_tensor_adam, self._dummy_overflow_buf, lists, group["lr"], *group["betas"], group["eps"],
                 group["step"], 1, True, group["weight_decay"],
