@@ -66,7 +66,8 @@ class Report(SimpleNamespace):
         elif self.casts_left_to is not None:
             yield f"casts left to the program, which has {self.casts_left_to}"
         else:
-            level = f"{self.opt_level}, set up by the program" if self.by_program else self.opt_level
+            did = "turned off" if self.turned_off else "set up" if self.by_program else None
+            level = self.opt_level if did is None else f"{self.opt_level}, {did} by the program"
             yield f"{self.dtype} on {self.device_type} ({level})"
         if (self.ranks or 1) > 1:
             yield f"rank {self.rank} of {self.ranks} alone"
@@ -92,7 +93,7 @@ class Report(SimpleNamespace):
             yield f"{self.skipped} of {self.steps} steps skipped"
         elif self.scaling_left_to is not None:
             yield f"{self.steps} steps"
-        elif not (self.nonfinite or self.only_waited):
+        elif not (self.nonfinite or self.only_waited or self.turned_off):
             yield "losses are not scaled, as no optimizer was seen"
         if self.nonfinite:
             yield f"inf or nan in {self.nonfinite} of {self.steps} steps"

@@ -281,6 +281,8 @@ class Run:
             no_ops=None if ops else self._first_step.why_no_op(now.casts),
             # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
+            # Whether it ended the handle, as init(enabled=False) does, and began no other.
+            turned_off=isinstance(self.handle, Handle) and tools.current_handle() is None,
             # The entries of the user's lists that had no effect, by name, each with a message.
             unmatched={**now.patched.unmatched_rules(), **now.precisions.unmatched()},
             # What the program computes in half precision with, so that casts ended there; else None.

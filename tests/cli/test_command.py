@@ -201,6 +201,16 @@ if __name__ == "__main__":
             mp.get_context(how).Process(target=work, args=(steps,)).start()
 """,
     "own_init.py": 'import autoamp; print(autoamp.init(device_type="cpu", dtype="bf16").settings.dtype)',
+    "turns_off.py": """
+from net import *
+import autoamp
+autoamp.init(enabled=False)
+model = torch.nn.Linear(2, 2)
+loss = model(torch.ones(1, 2)).sum()
+loss.backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+print(loss.dtype)
+""",
     "own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n',
     "real/apex/__init__.py": "print('the real one')\n",
     "real/imports_apex.py": "import apex\n",
@@ -245,6 +255,10 @@ TOLD: dict[str, tuple[list[str], int, str, str]] = {
         [*RUN, "--dtype", "fp16", "own_init.py"], 0, "torch.bfloat16\n",
         "own_init.py:1: UserWarning: --dtype fp16 has no effect from here on: the program made a handle itself, of "
         "bfloat16. Pass dtype=torch.float16 there, or leave the call to autoamp run",
+    ),
+    "a program that turns autoamp off is not told to have an optimizer": (
+        [*RUN, "--dtype", "fp16", "turns_off.py"], 0, "torch.float32\n",
+        "autoamp: float16 on cpu (O1, turned off by the program); ops 0; casts 0; peak RSS",
     ),
     "a dtype that the program chooses too is no news": (
         [*RUN, "--quiet", "--dtype", "bf16", "own_init.py"], 0, "torch.bfloat16\n", ""

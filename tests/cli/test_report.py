@@ -17,6 +17,7 @@ REPORT: dict[str, Any] = {
     "unused_scaler": False, "casts_left_to": None, "unmatched": {}, "own_dtypes": {}, "parameters": None,
     "masters": False, "lists": [], "folder": "/here", "half_losses": [], "repeated": [], "memory": None,
     "lost_params": 0, "half_params": 0, "peak_rss": None, "rank": None, "ranks": None, "no_ops": None,
+    "turned_off": False,
 }  # fmt: skip
 HALVES = {"by_program": True, "ops": {}, "casts": {}, "parameters": {"float16": 1072, "float32": 16}}
 OURS = "ops 12,345 float16, 6 float32; casts 78 to float16; "
@@ -63,6 +64,10 @@ BY_PROGRAM = {
         (
             {**HALVES, "dtype": "float32", "opt_level": "O0", "parameters": {"float32": 1088}},
             f"float32 on cuda (O0, set up by the program); {STEPS}",
+        ),
+        (
+            {"turned_off": True, "ops": {}, "casts": {}, "loss_scale": None, "steps": 0},
+            "float16 on cuda (O1, turned off by the program); ops 0; casts 0; ",
         ),
         # One that failed may have had no time to call anything.
         ({"dtype": None, "ops": {}, "casts": {}, "opt_level": "O3", "exit_code": 1}, "no casts (O3); "),
