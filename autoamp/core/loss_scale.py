@@ -612,18 +612,18 @@ class LossScalers:
         Raises:
             UsageError: There is none of that number.
         """
+        if self._current is None and 0 <= loss_id < len(self.all):
+            return self.all[loss_id]
         choices = [self.latest]
-        if self._current is not None:
-            # What no weak reference can be made to is refused where it is guarded.
-            with contextlib.suppress(TypeError):
-                choices = [self._by_optimizer.get(one, choices[0]) for one in as_list(optimizers)] or choices
+        # What no weak reference can be made to is refused where it is guarded.
+        with contextlib.suppress(TypeError):
+            choices = [self._by_optimizer.get(one, choices[0]) for one in as_list(optimizers)] or choices
         fitting = [scalers[loss_id] for scalers in choices if 0 <= loss_id < len(scalers)]
         if not fitting:
             known = " or ".join(map(str, range(max(map(len, choices)))))
             raise UsageError(f"loss_id={loss_id} has no scaler; choose {known}")
         chosen = next((scaler for scaler in fitting if scaler.checks), fitting[0])
-        if self._current is not None:
-            self._since_initialize.add(chosen)
+        self._since_initialize.add(chosen)
         return chosen
 
     def use(self, scalers: list[LossScaler], optimizers: Iterable[Any]) -> None:

@@ -155,3 +155,30 @@ def test_a_block_that_is_refused_leaves_no_verdict_on_gradients() -> None:
         torch.testing.assert_close(param.detach(), torch.zeros(2), atol=1e-6, rtol=0.0)
     finally:
         handle.deactivate()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_function_that_is_refused_as_it_scales_its_loss_leaves_gradients_and_verdicts(delayed: bool) -> None:
+    handle, layer = started(traced=False), torch.nn.Linear(2, 1)
+    optimizer, x = torch.optim.SGD(layer.parameters(), lr=0.5), torch.ones(3, 2)
+
+    def backward(factor: float) -> None:
+        with handle.scale_loss((layer(x) * factor).mean(), optimizer, delay_unscale=delayed) as scaled:
+            scaled.backward()
+
+    def scales() -> Tensor:
+        loss = layer(x).mean()
+        with handle.scale_loss(loss, optimizer):
+            return loss
+
+    bias = layer.bias.item()
+    # Delayed: the gradient is scaled still. Else: the step was skipped, and its gradients are there still.
+    backward(1.0 if delayed else float("inf"))
+    if not delayed:
+        optimizer.step()
+        assert handle.last_step_skipped
+    with pytest.raises(UsageError, match="scaled a loss"):
+        handle.explain_overflow(scales)
+    optimizer.step()
+    assert handle.last_step_skipped is not delayed
+    assert layer.bias.item() == (pytest.approx(bias - 0.5) if delayed else bias)
