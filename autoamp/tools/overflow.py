@@ -21,6 +21,7 @@ from torch import Tensor
 from autoamp.core import (
     CastPolicy,
     CastRule,
+    DynamicLossScaler,
     Guards,
     Listener,
     LossScaler,
@@ -132,10 +133,14 @@ class OverflowTrace(Listener):
         if is_fixed and isinstance(found.verdict, ScaleSearch):
             finite_at = found.verdict.finite_at
             below = f"lower than {scale:g}" if finite_at is None else f"at most {finite_at:g}"
-            found = replace(found, suggestion=f'use loss_scale="dynamic", or a static scale of {below}')
-        # Each cause is logged once.
+            remedy = f'use loss_scale="dynamic", or a static scale of {below}'
+            if isinstance(scaler, DynamicLossScaler):
+                remedy = f"let min_loss_scale be {below}"
+            found = replace(found, suggestion=remedy)
+        # Each cause is logged once; that nothing is wrong, to those who asked.
         is_known = any(one.place == found.place for one in self.all)
-        level = logging.INFO if is_known or isinstance(found.verdict, ScaleSearch) else logging.WARNING
+        is_quiet = isinstance(found.verdict, ScaleSearch) and not (self.always or is_fixed)
+        level = logging.INFO if is_known or is_quiet else logging.WARNING
         number = None if late else self._optimizers.steps.all - 1
         found = self.with_lists(found)
         found = replace(found, loss_scale=None if math.isnan(scale) else scale, iteration=number)

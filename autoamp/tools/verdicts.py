@@ -154,6 +154,9 @@ class Overflow:
                 place = self._place()
                 first = f" (first in {place})" if place else ""
                 finite = "" if scale is None else f", and at {scale:g} the gradients are finite"
+                if self.suggestion is not None:
+                    # A scale that does not move.
+                    return f"the loss scale is too high{first}{finite}"
                 return f"the scale is being searched{first}{finite}, which is normal"
             case HalfPrecisionOp(magnitudes=sizes, dtype=dtype, in_cast=in_cast):
                 how = f"its input does not fit into {dtype}" if in_cast else f"it overflows in {dtype}"

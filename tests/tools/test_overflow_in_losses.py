@@ -261,3 +261,38 @@ def test_a_half_tensor_without_a_gradient_that_the_loss_takes(use: str) -> None:
     for matmul in (*overflows_of(loss, model), explained(loss)):
         assert isinstance(matmul.verdict, HalfPrecisionOp), str(matmul)
         assert (matmul.op, matmul.location) == ("matmul", line_of(prior, "@ WEIGHT"))
+
+
+def skips_at(scale: Any, caplog: pytest.LogCaptureFixture, *, traced: bool) -> list[str]:
+    """Train four steps whose gradients are finite at low scales, and return what overflows were told of."""
+    caplog.clear()
+    torch.manual_seed(0)
+    net = Net(lambda h: h.half().mul(100.0).float())
+    net.drop.p = 0.0
+    handle, optimizer, x = started(scale, traced=traced), torch.optim.SGD(net.parameters(), lr=0.0), torch.randn(5, 4)
+    for _ in range(4):
+        take_step(handle, net, optimizer, lambda out: mean_square(out) * 0.01, x)
+    return [one.getMessage() for one in caplog.records if one.name.endswith("overflow") and one.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("at_limit", [False, True])
+def test_a_scale_that_does_not_move_and_is_too_high_is_told_with_a_scale_that_does(
+    traced: bool, at_limit: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fixed(scale: float) -> Any:
+        return DynamicLossScaler(scale, min_loss_scale=scale) if at_limit else scale
+
+    # Without the option the second skip is explained.
+    told = skips_at(fixed(2.0**16), caplog, traced=traced)[-1]
+    assert "overflowed at loss scale 65536: the loss scale is too high (first in the backward pass of" in told
+    assert "normal" not in told
+    remedy = "let min_loss_scale be at most" if at_limit else 'use loss_scale="dynamic", or a static scale of at most'
+    assert not skips_at(fixed(float(told.split(remedy)[1])), caplog, traced=traced)
+
+
+def test_a_search_for_the_scale_is_told_once_to_those_who_asked(caplog: pytest.LogCaptureFixture) -> None:
+    assert not skips_at("dynamic", caplog, traced=False)
+    (told,) = skips_at("dynamic", caplog, traced=True)
+    assert "step 0 overflowed at loss scale 65536: the scale is being searched" in told
+    assert told.endswith("the gradients are finite, which is normal")
