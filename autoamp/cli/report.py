@@ -66,7 +66,7 @@ class Report(SimpleNamespace):
         elif self.casts_left_to is not None:
             yield f"casts left to the program, which has {self.casts_left_to}"
         else:
-            did = "turned off" if self.turned_off else "set up" if self.by_program else None
+            did = "turned off" if self.turned_off and self.is_idle else "set up" if self.by_program else None
             level = self.opt_level if did is None else f"{self.opt_level}, {did} by the program"
             yield f"{self.dtype} on {self.device_type} ({level})"
         if (self.ranks or 1) > 1:

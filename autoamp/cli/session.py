@@ -171,7 +171,7 @@ class Run:
 
     def __init__(self, options: Options, handle: BaseHandle, *, record: bool, sample: bool, memory: str | None) -> None:
         self.options = options
-        self.handle = handle
+        self.handle = self._last = handle
         self._memory = memory
         self._folder = os.getcwd()
         self._began = time.perf_counter()
@@ -209,7 +209,7 @@ class Run:
 
     @property
     def _now(self) -> BaseHandle:
-        return tools.current_handle() or self.handle
+        return tools.current_handle() or self._last
 
     def end_recording(self) -> dict[str, Any]:
         """Stop recording and return the recorded values; none if nothing was recorded."""
@@ -221,7 +221,7 @@ class Run:
 
     def _count(self, handle: BaseHandle) -> None:
         """Count the calls and casts under a handle, and the parameters of models by their dtype."""
-        now = runtime_of(handle)
+        now, self._last = runtime_of(handle), handle
         diagnostics_of(handle).half_losses = self._half_losses
         # A handle that was suspended, in favour of a region's, goes on with its own.
         if self._record and (counts := handle.count()) not in self._counts:
@@ -281,8 +281,8 @@ class Run:
             no_ops=None if ops else self._first_step.why_no_op(now.casts),
             # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
-            # Whether it ended the handle, as init(enabled=False) does, and began no other.
-            turned_off=isinstance(self.handle, Handle) and tools.current_handle() is None,
+            # Whether it ended the handle of this run, as init(enabled=False) does, and began no other.
+            turned_off=casts_some and self._last is self.handle and tools.current_handle() is None,
             # The entries of the user's lists that had no effect, by name, each with a message.
             unmatched={**now.patched.unmatched_rules(), **now.precisions.unmatched()},
             # What the program computes in half precision with, so that casts ended there; else None.

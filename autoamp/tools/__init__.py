@@ -53,3 +53,4 @@ from autoamp.tools.verdicts import NotLocated as NotLocated
 from autoamp.tools.verdicts import Overflow as Overflow
 from autoamp.tools.verdicts import OverflowVerdict as OverflowVerdict
 from autoamp.tools.verdicts import ScaleSearch as ScaleSearch
+from autoamp.tools.verdicts import ScaleTooHigh as ScaleTooHigh

@@ -25,6 +25,7 @@ from autoamp.core import (
     Guards,
     Listener,
     LossScaler,
+    StaticLossScaler,
     Step,
     StepHistory,
     listen,
@@ -42,7 +43,7 @@ from autoamp.tools.origins import Followed, nonfinite_value
 from autoamp.tools.step_recorder import WATCHED_STEPS, RecordedStep, StepRecorder, unwrapped
 from autoamp.tools.tables import counted
 from autoamp.tools.tape import CannotRerun, Tape
-from autoamp.tools.verdicts import NotLocated, Overflow, ScaleSearch
+from autoamp.tools.verdicts import NotLocated, Overflow, ScaleSearch, ScaleTooHigh
 from autoamp.torch_private import compiler_callback, undisturbed
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class OverflowTrace(Listener):
     @property
     def repeated(self) -> list[str]:
         """A sentence for each cause that was logged once, and made inf or nan in more steps."""
-        counts = Counter(one.place for one in self.all if not isinstance(one.verdict, ScaleSearch))
+        counts = Counter(one.place for one in self.all if type(one.verdict) is not ScaleSearch)
         causes = {one.place: one.cause for one in reversed(self.all)}
         return [
             f"{causes[place]}: in {counted(count - 1, 'more step')}" for place, count in counts.items() if count > 1
@@ -123,24 +124,19 @@ class OverflowTrace(Listener):
         if not isinstance(scaler, LossScaler) or (not recorded.is_recorded and _within_compiler()):
             return None
         # The next scale is not that of a skip that is known late, and its losses are gone.
-        is_fixed = not late and scaler.loss_scale >= scale
+        is_fixed = not late and _cannot_fall(scaler, scale)
         is_failure = is_fixed or scale == 1.0 or (not late and self._optimizers.steps.loss_is_nonfinite)
         if not recorded.is_recorded and not is_failure:
             # As a rule a search for the scale.
             self.recorder.watch(history)
             return None
         found = self._explain_step(recorded, scale, late)
-        if is_fixed and isinstance(found.verdict, ScaleSearch):
-            finite_at = found.verdict.finite_at
-            below = f"lower than {scale:g}" if finite_at is None else f"at most {finite_at:g}"
-            remedy = f'use loss_scale="dynamic", or a static scale of {below}'
-            if isinstance(scaler, DynamicLossScaler):
-                remedy = f"let min_loss_scale be {below}"
-            found = replace(found, suggestion=remedy)
-        # Each cause is logged once; that nothing is wrong, to those who asked.
-        is_known = any(one.place == found.place for one in self.all)
-        is_quiet = isinstance(found.verdict, ScaleSearch) and not (self.always or is_fixed)
-        level = logging.INFO if is_known or is_quiet else logging.WARNING
+        if is_fixed:
+            found = _too_high(found, scaler, scale)
+        # Each cause is logged once, and once to those who asked that the scale is being searched.
+        is_search = type(found.verdict) is ScaleSearch
+        is_known = any(type(one.verdict) is ScaleSearch if is_search else one.place == found.place for one in self.all)
+        level = logging.INFO if is_known or (is_search and not self.always) else logging.WARNING
         number = None if late else self._optimizers.steps.all - 1
         found = self.with_lists(found)
         found = replace(found, loss_scale=None if math.isnan(scale) else scale, iteration=number)
@@ -268,7 +264,10 @@ class OverflowTrace(Listener):
                 step.tape.undo()
                 state.restore()
             if nonfinite_value(loss, *step.grads.values()):
-                return replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
+                found = replace(self._found(self._look_at_tape, step, scale), loss_scale=scale)
+                scaler = self._optimizers.loss_scalers.latest[0]
+                is_static = isinstance(scaler, StaticLossScaler) and scaler.loss_scale == scale
+                return _too_high(found, scaler, scale) if is_static else found
         return None if why is None else replace(unlocated(why), loss_scale=scale)
 
     @contextlib.contextmanager
@@ -295,3 +294,21 @@ class OverflowTrace(Listener):
 def _within_compiler() -> bool:
     """Whether torch.compile is at work: what records and explains would be compiled, again and again."""
     return torch.compiler.is_dynamo_compiling() or compiler_callback()
+
+
+def _cannot_fall(scaler: LossScaler, scale: float) -> bool:
+    """Whether a scaler goes no lower than a scale by which gradients overflowed."""
+    is_lowest = not isinstance(scaler, DynamicLossScaler) or scaler.loss_scale <= scaler.min_loss_scale
+    return scaler.loss_scale >= scale and is_lowest
+
+
+def _too_high(found: Overflow, scaler: LossScaler, scale: float) -> Overflow:
+    """Return a finding which says that a scale is too high that goes no lower, where a lower one would do."""
+    if not isinstance(found.verdict, ScaleSearch):
+        return found
+    finite_at = found.verdict.finite_at
+    below = f"lower than {scale:g}" if finite_at is None else f"at most {finite_at:g}"
+    remedy = f"use a dynamic loss scale, or a static one of {below}"
+    if isinstance(scaler, DynamicLossScaler):
+        remedy = f"let min_loss_scale be {below}"
+    return replace(found, verdict=ScaleTooHigh(finite_at), suggestion=remedy)

@@ -33,6 +33,13 @@ class ScaleSearch(OverflowVerdict):
 
 
 @dataclass(frozen=True)
+class ScaleTooHigh(ScaleSearch):
+    """The loss scale is too high, and does not go lower: it is static, or at the lowest that it may have."""
+
+    kind: ClassVar[str] = "scale_too_high"
+
+
+@dataclass(frozen=True)
 class HalfPrecisionOp(OverflowVerdict):
     """An op overflows in half precision, at all loss scales; in fp32 it does not.
 
@@ -154,8 +161,7 @@ class Overflow:
                 place = self._place()
                 first = f" (first in {place})" if place else ""
                 finite = "" if scale is None else f", and at {scale:g} the gradients are finite"
-                if self.suggestion is not None:
-                    # A scale that does not move.
+                if isinstance(self.verdict, ScaleTooHigh):
                     return f"the loss scale is too high{first}{finite}"
                 return f"the scale is being searched{first}{finite}, which is normal"
             case HalfPrecisionOp(magnitudes=sizes, dtype=dtype, in_cast=in_cast):
@@ -193,7 +199,7 @@ class Overflow:
         """Whether the step was wrong: the search for the loss scale does not explain the overflow."""
         if isinstance(self.verdict, NotLocated):
             return self.verdict.at_any_scale
-        return not isinstance(self.verdict, ScaleSearch)
+        return type(self.verdict) is not ScaleSearch
 
     def _place(self) -> str:
         op = f"the backward pass of {self.op}" if self.op and self.phase == "backward" else self.op

@@ -211,6 +211,16 @@ loss.backward()
 torch.optim.SGD(model.parameters(), lr=0.1).step()
 print(loss.dtype)
 """,
+    "ends_own.py": """
+from net import *
+import autoamp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with autoamp.init(dtype="fp16", device_type="cpu", loss_scale=8.0) as handle:
+    with handle.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+""",
     "own.toml": 'schema = 1\nextends = []\nfp32 = ["linear"]\n',
     "real/apex/__init__.py": "print('the real one')\n",
     "real/imports_apex.py": "import apex\n",
@@ -259,6 +269,11 @@ TOLD: dict[str, tuple[list[str], int, str, str]] = {
     "a program that turns autoamp off is not told to have an optimizer": (
         [*RUN, "--dtype", "fp16", "turns_off.py"], 0, "torch.float32\n",
         "autoamp: float16 on cpu (O1, turned off by the program); ops 0; casts 0; peak RSS",
+    ),
+    "a program that ends its own handle has its steps counted": (
+        [*RUN, "--dtype", "fp16", "ends_own.py"], 0, "",
+        "autoamp: float16 on cpu (O1, set up by the program); ops 1 float16, 1 float32; casts 3 to float16; loss "
+        "scale 8; 0 of 1 steps skipped; ",
     ),
     "a dtype that the program chooses too is no news": (
         [*RUN, "--quiet", "--dtype", "bf16", "own_init.py"], 0, "torch.bfloat16\n", ""

@@ -139,8 +139,9 @@ def test_a_cast_after_a_cross_entropy_that_a_lower_scale_mends(scale: Any) -> No
     handle = train(net, loss=loss, data=data, steps=6, scale=scale)
     found = found_in(handle)
     assert len(handle.overflows) == 1
-    assert (found.iteration, found.kind) == (4, "scale_search")
-    assert ("use loss_scale=" in str(found)) is (scale == 4e5)
+    is_static = scale == 4e5
+    assert (found.iteration, found.kind) == (4, "scale_too_high" if is_static else "scale_search")
+    assert found.is_failure is ("use a dynamic loss scale" in str(found)) is is_static
 
 
 def test_nan_of_a_cross_entropy_whose_loss_is_finite() -> None:
@@ -277,17 +278,20 @@ def skips_at(scale: Any, caplog: pytest.LogCaptureFixture, *, traced: bool) -> l
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("at_limit", [False, True])
+@pytest.mark.parametrize("falls", [False, True])
 def test_a_scale_that_does_not_move_and_is_too_high_is_told_with_a_scale_that_does(
-    traced: bool, at_limit: bool, caplog: pytest.LogCaptureFixture
+    traced: bool, at_limit: bool, falls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fixed(scale: float) -> Any:
-        return DynamicLossScaler(scale, min_loss_scale=scale) if at_limit else scale
+        first = 2.0 * scale if falls else scale
+        return DynamicLossScaler(first, min_loss_scale=scale) if at_limit else scale
 
     # Without the option the second skip is explained.
     told = skips_at(fixed(2.0**16), caplog, traced=traced)[-1]
     assert "overflowed at loss scale 65536: the loss scale is too high (first in the backward pass of" in told
     assert "normal" not in told
-    remedy = "let min_loss_scale be at most" if at_limit else 'use loss_scale="dynamic", or a static scale of at most'
+    remedy = "let min_loss_scale be at most" if at_limit else "use a dynamic loss scale, or a static one of at most"
+    falls = False
     assert not skips_at(fixed(float(told.split(remedy)[1])), caplog, traced=traced)
 
 

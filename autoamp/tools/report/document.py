@@ -21,6 +21,7 @@ SCHEMA, KIND = 4, "autoamp.run"
 # The kinds of an `Overflow` as people read them, and in a sentence: so many steps were skipped by this.
 _KINDS = {
     "scale_search": ("scale search", "by the search for the loss scale"),
+    "scale_too_high": ("loss scale too high", "by a loss scale that is too high and goes no lower"),
     "half_precision_op": ("half-precision op", "by an op in half precision"),
     "not_finite_in_fp32": ("not finite in fp32 either", "by values that are not finite in fp32 either"),
     "communication": ("communication", "by the communication of gradients"),
