@@ -34,7 +34,11 @@ class ScaleSearch(OverflowVerdict):
 
 @dataclass(frozen=True)
 class ScaleTooHigh(ScaleSearch):
-    """The loss scale is too high, and does not go lower: it is static, or at the lowest that it may have."""
+    """The loss scale is too high, and does not go lower: it is static, or at the lowest that it may have.
+
+    Attributes:
+        finite_at: As for `ScaleSearch`.
+    """
 
     kind: ClassVar[str] = "scale_too_high"
 
