@@ -24,10 +24,16 @@ class Report(SimpleNamespace):
         # Python imports one of these modules when it starts the first process.
         return self.is_idle and any(name.startswith("multiprocessing.popen_") for name in sys.modules)
 
+    @property
+    def is_off(self) -> bool:
+        """Whether the program turned casts off before this process computed anything."""
+        return self.turned_off and self.is_idle
+
     def summary(self) -> list[str]:
         """Return a line, one for each rule that had no effect, and one for what half precision lost."""
         # A process that only waits for others calls no module that an entry could name.
-        unmatched = () if self.casts_left_to is not None or self.only_waited else self.unmatched.values()
+        has_no_calls = self.casts_left_to is not None or self.only_waited or self.is_off
+        unmatched = () if has_no_calls else self.unmatched.values()
         lines = ["; ".join(self._parts()), *(f"no effect: {why}" for why in unmatched), *self.repeated]
         updates = f"updates lost in {self.lost_params} of {self.half_params} parameters"
         kinds = dict.fromkeys(loss["kind"] for loss in self.half_losses)
@@ -39,9 +45,12 @@ class Report(SimpleNamespace):
     def _parts(self) -> Iterator[str]:
         """Yield the parts of the first line."""
         if self.dtype is None:
-            no_call = self.opt_level in ("O2", "O3") and self.exit_code == 0 and not self.only_waited
-            why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
-            yield f"no casts ({self.opt_level}){why if no_call else ''}"
+            why = ""
+            if self.turned_off:
+                why = ": turned off by the program"
+            elif self.opt_level in ("O2", "O3") and self.exit_code == 0 and not self.only_waited:
+                why = ": that level casts what a program gives to amp.initialize(), which was not called; use O1"
+            yield f"no casts ({self.opt_level}){why}"
         else:
             yield from self._casts()
             yield from self._scaling()
@@ -66,7 +75,7 @@ class Report(SimpleNamespace):
         elif self.casts_left_to is not None:
             yield f"casts left to the program, which has {self.casts_left_to}"
         else:
-            did = "turned off" if self.turned_off and self.is_idle else "set up" if self.by_program else None
+            did = "turned off" if self.is_off else "set up" if self.by_program else None
             level = self.opt_level if did is None else f"{self.opt_level}, {did} by the program"
             yield f"{self.dtype} on {self.device_type} ({level})"
         if (self.ranks or 1) > 1:
@@ -93,7 +102,7 @@ class Report(SimpleNamespace):
             yield f"{self.skipped} of {self.steps} steps skipped"
         elif self.scaling_left_to is not None:
             yield f"{self.steps} steps"
-        elif not (self.nonfinite or self.only_waited or self.turned_off):
+        elif not (self.nonfinite or self.only_waited or self.is_off):
             yield "losses are not scaled, as no optimizer was seen"
         if self.nonfinite:
             yield f"inf or nan in {self.nonfinite} of {self.steps} steps"

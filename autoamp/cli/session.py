@@ -282,7 +282,9 @@ class Run:
             # Whether the program set mixed precision up itself.
             by_program=self._now is not self.handle,
             # Whether it ended the handle of this run, as init(enabled=False) does, and began no other.
-            turned_off=casts_some and self._last is self.handle and tools.current_handle() is None,
+            turned_off=self._last is self.handle
+            and (casts_some or core.handles.base is not None)
+            and tools.current_handle() is None,
             # The entries of the user's lists that had no effect, by name, each with a message.
             unmatched={**now.patched.unmatched_rules(), **now.precisions.unmatched()},
             # What the program computes in half precision with, so that casts ended there; else None.

@@ -266,6 +266,10 @@ TOLD: dict[str, tuple[list[str], int, str, str]] = {
         "own_init.py:1: UserWarning: --dtype fp16 has no effect from here on: the program made a handle itself, of "
         "bfloat16. Pass dtype=torch.float16 there, or leave the call to autoamp run",
     ),
+    "O2 does not blame a program that turns autoamp off": (
+        [*RUN, "--opt-level", "O2", "turns_off.py"], 0, "torch.float32\n",
+        "autoamp: no casts (O2): turned off by the program; peak RSS",
+    ),
     "a program that turns autoamp off is not told to have an optimizer": (
         [*RUN, "--dtype", "fp16", "turns_off.py"], 0, "torch.float32\n",
         "autoamp: float16 on cpu (O1, turned off by the program); ops 0; casts 0; peak RSS",

@@ -69,6 +69,21 @@ BY_PROGRAM = {
             {"turned_off": True, "ops": {}, "casts": {}, "loss_scale": None, "steps": 0},
             "float16 on cuda (O1, turned off by the program); ops 0; casts 0; ",
         ),
+        (
+            {
+                "turned_off": True,
+                "ops": {},
+                "casts": {},
+                "loss_scale": None,
+                "steps": 0,
+                "unmatched": {"encoder.*": "'encoder.*' matches none"},
+            },
+            "float16 on cuda (O1, turned off by the program); ops 0; casts 0; ",
+        ),
+        (
+            {"turned_off": True, "dtype": None, "ops": {}, "casts": {}, "opt_level": "O2"},
+            "no casts (O2): turned off by the program; ",
+        ),
         # One that failed may have had no time to call anything.
         ({"dtype": None, "ops": {}, "casts": {}, "opt_level": "O3", "exit_code": 1}, "no casts (O3); "),
     ],
