@@ -28,6 +28,13 @@ BY_PROGRAM = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def without_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process look as if it had started no other, whatever ran in it before."""
+    for name in [name for name in sys.modules if name.startswith("multiprocessing.popen_")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 @pytest.mark.parametrize(
     ("changes", "summary"),
     [
@@ -96,8 +103,6 @@ def test_summary_says_what_was_cast_and_scaled(changes: dict[str, Any], summary:
 def test_rules_without_effect_are_told_but_by_a_process_that_only_waits(
     monkeypatch: pytest.MonkeyPatch, has_children: bool
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("multiprocessing.popen_")]:
-        monkeypatch.delitem(sys.modules, name)
     if has_children:
         # As Python imports it at the start of the first process.
         monkeypatch.setitem(sys.modules, "multiprocessing.popen_fork", multiprocessing)
