@@ -269,11 +269,12 @@ def reached_by(roots: Iterable[Any], inputs: Iterable[Any] | None = None) -> tup
         if node is None or node in nodes:
             continue
         nodes.add(node)
-        # Only the node at a leaf has a variable.
-        variable = getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
-        if variable is not None:
-            leaves[id(variable)] = variable
-        waiting.extend(following for following, _ in node.next_functions)
+        # A property of torch, which makes a new tuple: this runs for each node of each scaled pass.
+        following = node.next_functions
+        if following:
+            waiting += [one for one, _ in following]
+        elif type(node).__name__ == "AccumulateGrad" and node.variable is not None:
+            leaves[id(node.variable)] = node.variable
     if inputs is None:
         return list(leaves.values()), nodes
     wanted = {id(tensor): tensor for tensor in inputs if isinstance(tensor, Tensor)}
