@@ -15,6 +15,7 @@ import importlib
 import inspect
 import operator
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -193,9 +194,41 @@ def compiled_wrappers() -> int:
     return sum(map(callable, backends.values()))
 
 
-def forget_compiled_code() -> None:
-    """Let torch.compile compile anew what it has compiled so far, whose guards do not look at methods of tensors."""
-    if compiled_graphs():
+def compiled_model_class() -> Any:
+    """Return the class of what torch.compile makes of a model, once Dynamo is imported; else None."""
+    found = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    return found if hasattr(found, "_initialize") else None
+
+
+def renew_compiled_model(compiled: Any) -> None:
+    """Let what torch.compile made of a model call that as models are called now, if it keeps a method from before."""
+    own = vars(compiled)
+    called = getattr(own.get("_forward", own.get("forward")), "_torchdynamo_orig_callable", None)
+    if isinstance(called, types.MethodType) and called.__func__ is not type(called.__self__).__call__:
+        compiled._initialize()
+
+
+def _compiled() -> tuple[int, int]:
+    """Return two numbers, one of which is another one once torch.compile has compiled something."""
+    return compiled_graphs(), getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
+
+
+# The methods of tensors that were replaced when the process compiled all that it has compiled, and how much that was:
+# compiled code is the process's, as torch is. Empty where there is no such set.
+_compiled_with: list[tuple[frozenset[str], tuple[int, int]]] = []
+
+
+def note_compiled_code(methods: frozenset[str]) -> None:
+    """Note that the guards of all compiled code look at these methods of tensors, which are replaced now."""
+    _compiled_with[:] = [(methods, _compiled())]
+
+
+def forget_compiled_code(methods: frozenset[str]) -> None:
+    """Let torch.compile compile anew what it has compiled so far, unless its guards look at these methods of tensors.
+
+    Guards look at methods that were replaced when the code was compiled, and at no others.
+    """
+    if compiled_graphs() and _compiled_with != [(methods, _compiled())]:
         getattr(sys.modules["torch._dynamo"], "reset_code_caches", lambda: None)()
 
 
@@ -361,6 +394,34 @@ def method_in_dynamo(tx: Any, name: str) -> Any:
 
     source = AttrSource(AttrSource(tx.import_source("torch"), "Tensor"), name)
     return VariableTracker.build(tx, inspect.getattr_static(Tensor, name), source)
+
+
+def loss_of_class() -> tuple[Any, str]:
+    """Return the owner and the name of what Dynamo calls for `torch.nn.CrossEntropyLoss(...)`; None where it has none.
+
+    Dynamo of torch 2.13 makes no such module, but a node that calls torch's function when the graph runs.
+    """
+    owner = getattr(sys.modules.get("torch._dynamo.variables.user_defined"), "UserDefinedClassVariable", None)
+    name = "_call_cross_entropy_loss"
+    return owner if hasattr(owner, name) else None, name
+
+
+def function_in_dynamo(tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return Dynamo's variable of a function of `torch.nn.functional`, as it is now, with its last arguments.
+
+    Args:
+        tx: What traces.
+        name: The function's name.
+        args: Variables of the positional arguments after the first two.
+        kwargs: Variables of those that are given by name.
+    """
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import LambdaVariable
+    from torch._dynamo.variables.base import VariableTracker
+
+    function = getattr(torch.nn.functional, name)
+    variable = VariableTracker.build(tx, function, AttrSource(tx.import_source("torch.nn.functional"), name))
+    return LambdaVariable(lambda *first: variable.call_function(tx, [*first, *args], dict(kwargs)))
 
 
 def partial_in_dynamo(function: Any, *args: Any) -> Any:

@@ -29,6 +29,7 @@ from autoamp.core import (
     is_count,
     make_scaler,
     needed_handle,
+    refuse_inner_groups,
     refuse_unguardable,
 )
 from autoamp.errors import UsageError, kind_of, warn_user
@@ -145,6 +146,8 @@ def initialize(
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is not a floating dtype; choose torch.float32")
     if level.casts_models:
         _refuse_sharded(model_list, opt_level)
+    for optimizer in optimizer_list if level.master_weights else ():
+        refuse_inner_groups(optimizer)
     asked = None if process_group is None else RequestedGroup.from_arguments(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else half_dtype(dtype)
     settings = Settings.from_arguments(

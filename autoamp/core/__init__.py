@@ -24,6 +24,7 @@ from autoamp.core.attach import is_optimizer as is_optimizer
 from autoamp.core.attach import master_of as master_of
 from autoamp.core.attach import masters_to_model as masters_to_model
 from autoamp.core.attach import named_params as named_params
+from autoamp.core.attach import refuse_inner_groups as refuse_inner_groups
 from autoamp.core.attach import refuse_unguardable as refuse_unguardable
 from autoamp.core.attach import stepped_params as stepped_params
 from autoamp.core.auto_scale import AutoScale as AutoScale

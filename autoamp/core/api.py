@@ -24,6 +24,7 @@ from autoamp.core.settings import OnNonfinite, Scope, Settings, check_device
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32, half_dtype
 from autoamp.tensors import default_device_type
+from autoamp.torch_private import disable_in_dynamo
 
 activated: list[Callable[[Any], object]] = []
 """Called with a handle whose patches were put in place: by `init`, `initialize` or a region that begins or ends."""
@@ -316,6 +317,7 @@ class Region(contextlib.ContextDecorator, Generic[H]):
         check_decorated(func, "region")
         return super().__call__(func)  # type: ignore[type-var]
 
+    @disable_in_dynamo
     def __enter__(self) -> H:
         needs_own = self._settings is None and handles.handle is None
         with contextlib.ExitStack() as block:
@@ -333,6 +335,7 @@ class Region(contextlib.ContextDecorator, Generic[H]):
             self._entered.setdefault(threading.get_ident(), []).append(block.pop_all())
         return handle  # type: ignore[return-value]
 
+    @disable_in_dynamo
     def __exit__(self, *exc_info: Any) -> None:
         self._entered[threading.get_ident()].pop().__exit__(*exc_info)
 

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.core.gradients import is_sharded, local_of, several_processes, version_of, versions_of
 from autoamp.errors import UsageError, kind_of
 from autoamp.tensors import HALF_DTYPES, without_grad
+from autoamp.torch_private import disable_in_dynamo
 
 # What changes where torch reports a write: the versions of a tensor and of its local part, and the address of its data.
 _State = tuple[int | None, int | None, int]
@@ -266,6 +267,25 @@ def refuse_unguardable(optimizer: Any) -> None:
         )
 
 
+def refuse_inner_groups(optimizer: Any) -> None:
+    """Raise UsageError where an optimizer steps by another one within it, which has lists of the parameters of its own.
+
+    Masters that take the places of half parameters in the groups of the outer one would never be stepped.
+    """
+    own = {id(group["params"]) for group in optimizer.param_groups}
+    params = set(map(id, stepped_params(optimizer)))
+    for name, inner in getattr(optimizer, "__dict__", {}).items():
+        if inner is optimizer or not is_optimizer(inner):
+            continue
+        for group in inner.param_groups:
+            if id(group["params"]) not in own and not params.isdisjoint(map(id, group["params"])):
+                raise UsageError(
+                    f"{type(optimizer).__name__} steps by its {name!r}, a {type(inner).__name__} with lists of the "
+                    "parameters of its own, which master weights do not reach; make it after initialize(model, ...), "
+                    "which is given the model alone"
+                )
+
+
 def stepped_params(optimizer: Any) -> list[Tensor]:
     """Return the tensors that an optimizer steps, in its order."""
     groups = optimizer.param_groups
@@ -384,6 +404,7 @@ def guard_before(optimizer: Any) -> Any:
     return None if step is None else getattr(step._instead, "__self__", None)
 
 
+@disable_in_dynamo
 def living_optimizers_and_modules() -> tuple[list[torch.optim.Optimizer], list[torch.nn.Module]]:
     """Return the optimizers that have groups, and the modules, that live, as far as the garbage collector tells.
 

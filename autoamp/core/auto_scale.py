@@ -37,7 +37,7 @@ from autoamp.core.block import open_blocks
 from autoamp.core.gradients import is_flat, is_sharded, several_processes
 from autoamp.core.guard import StepGuard
 from autoamp.core.loss_scale import LossScaler, is_same_scale
-from autoamp.core.masters import all_masters, before_pass
+from autoamp.core.masters import after_pass, all_masters, before_pass
 from autoamp.core.optimizers import Guards
 from autoamp.core.steps import Step
 from autoamp.errors import UsageError, warn_user
@@ -321,7 +321,7 @@ class OptimizerSteps:
             compiling: bool = torch.compiler.is_compiling()
             # In this order: Dynamo reads no set of weak references.
             if compiling or all_masters.data:
-                before_pass()
+                before_pass(in_block=compiling or open_blocks.count > 0)
             # A pass within a pass is a checkpoint's.
             if compiling or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
@@ -332,11 +332,15 @@ class OptimizerSteps:
                     if root.grad_fn is not None and root.is_floating_point():
                         optimizers.steps.note(root, 1.0)
             if not optimizers.listeners.backward_begun:
-                return original(tensors, grad_tensors, *args, **kwargs)
-            with contextlib.ExitStack() as stack:
-                for hear in optimizers.listeners.backward_begun:
-                    stack.enter_context(hear((grad_tensors, kwargs.get("grad_variables"))))
-                return original(tensors, grad_tensors, *args, **kwargs)
+                original(tensors, grad_tensors, *args, **kwargs)
+            else:
+                with contextlib.ExitStack() as stack:
+                    for hear in optimizers.listeners.backward_begun:
+                        stack.enter_context(hear((grad_tensors, kwargs.get("grad_variables"))))
+                    original(tensors, grad_tensors, *args, **kwargs)
+            if all_masters.data and not open_blocks.count:
+                after_pass()
+            return None
 
         return self._auto_scaling.around_backward(backward)
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from autoamp.core.attach import stepped_params
-from autoamp.core.gradients import version_of
+from autoamp.core.gradients import several_processes, version_of
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.tensors import map_tensors
 
 if TYPE_CHECKING:
     from autoamp.core.guard import OverflowCheck, StepGuard
+    from autoamp.core.loss_scale import LossScaler
 
 # So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
@@ -91,13 +92,18 @@ def _call_closure(guard: StepGuard, closure: Callable[[], Any]) -> Any:
 
 
 def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tuple[Any, OverflowCheck | None]:
-    """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame."""
+    """Evaluate a closure, at lower scales if it overflows. Returns its loss, and the check left to blame.
+
+    Where no lower scale helps the scales are those after the first evaluation, as after any other skip.
+    """
     grads = guard.grads
     if guard.history.steps > 1 and grads.last is None:
         # The steps before scaled no loss, so gradients are not copied. If this one does, its first overflow is a skip.
         attempts = 1
     may_repeat = attempts > 1 and any(scaler.checks for scaler in guard.grads.scalers)
     before = GradsCopy(grads.params()) if may_repeat else None
+    first: OverflowCheck | None = None
+    states: list[tuple[LossScaler, dict[str, Any]]] = []
     for attempt in range(attempts):
         if attempt and before is not None:
             # The closure may leave zero_grad() to the lines before the step, or add to the gradients of other losses.
@@ -110,6 +116,8 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         if (group := grads.group) is not None:
             loss_is_nonfinite = bool(grads.agree(group, loss_is_nonfinite=loss_is_nonfinite).loss_is_nonfinite)
         else:
+            # A loss is of one rank, and all ranks that have reduced their gradients are to do the same.
+            loss_is_nonfinite = loss_is_nonfinite and not several_processes()
             grads.recheck(makes_gradients=True)
         # A pass may have had a lower scale than its scaler, which tells whether there is a lower one.
         scales = {id(check.scaler): check.scaler.loss_scale for check in grads.checks}
@@ -117,6 +125,12 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         # A lower scale helps against large gradients, not against a loss that is inf already.
         if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
             break
+        if first is None:
+            first, states = blamed, [(scaler, scaler.state_dict()) for scaler in grads.scalers]
+    if blamed is not None and first is not None:
+        for scaler, state in states:
+            scaler.load_state_dict(state)
+        blamed = first
     return loss, blamed
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core.api import current_handle
+from autoamp.core.api import current_handle, disable_casts
 from autoamp.core.attach import is_optimizer, master_of
 from autoamp.core.handle import runtime_of
 from autoamp.errors import CheckpointError, UsageError, kind_of, warn_user
@@ -274,9 +275,16 @@ def _after_first_step(optimizer: Any, entry: _Entry) -> tuple[dict[str, Any], di
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if hasattr(shadow, hooks):
             setattr(shadow, hooks, OrderedDict())
+    # The step of a stand-in is none of the training: nobody counts it, or looks at its gradients.
+    handle = current_handle()
+    running = {} if handle is None else runtime_of(handle).optimizers.running
+    running[id(shadow)] = threading.get_ident(), shadow
     try:
-        # Of the class: a guard or a learning rate's schedule may stand at the object's.
-        type(optimizer).step(shadow)
+        with disable_casts():
+            # Of the class: a guard or a learning rate's schedule may stand at the object's.
+            type(optimizer).step(shadow)
     except TypeError:
         return {}, {}
+    finally:
+        running.pop(id(shadow), None)
     return dict(shadow.state.get(stand_in, {})), shadow.param_groups[0]

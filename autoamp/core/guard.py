@@ -21,7 +21,16 @@ from torch import Tensor
 
 from autoamp.core.attach import AttachedMethod, named_params, stepped_params, takes_flag
 from autoamp.core.closures import forget_state, state_size, step_with_closure
-from autoamp.core.gradients import found_any, marks_of, non_finite, several_processes, unchecked, unscale_
+from autoamp.core.gradients import (
+    found_any,
+    local_of,
+    marks_of,
+    non_finite,
+    several_processes,
+    total_norm,
+    unchecked,
+    unscale_,
+)
 from autoamp.core.loss_scale import LossScaler, Scale
 from autoamp.core.masters import MasterWeights
 from autoamp.core.ranks import (
@@ -62,8 +71,7 @@ class OverflowCheck:
             read is for another check.
 
     Attributes:
-        scaler: As given.
-        scale: As given.
+        scaler, scale, running: As given.
         scaler_heard: The result that the scaler has heard.
         overflowed: Whether an inf or nan was there; None as long as nobody has read it.
         is_complete: Whether nothing more is going to be found. Then a step may leave it unread.
@@ -83,12 +91,12 @@ class OverflowCheck:
         self.scaler_heard: _ScalerHeard = _ScalerHeard() if earlier is None else earlier.scaler_heard
         self.overflowed: bool | None = None
         self.is_complete = running is None
-        self.found, self._running = found, running
+        self.found, self.running = found, running
 
     @property
     def cleared(self) -> Sequence[Tensor]:
         """The tensors whose gradients overflowed, if 0 took their place. Waits for the device."""
-        return () if self._running is None else self._running.cleared()
+        return () if self.running is None else self.running.cleared()
 
     def agree(self, found: Tensor) -> None:
         """Go by what all ranks found from now on."""
@@ -287,12 +295,21 @@ class GradChecks:
         return blamed
 
     def resolve_dropped_grads(self) -> None:
-        """Settle checks whose gradients the program dropped without a step: they skip none.
+        """Settle checks whose gradients the program dropped, or set to 0, without a step: they skip none.
 
         Not where ranks agree on a step: another rank may have dropped nothing. There the next step is skipped.
         """
-        if self.checks and not self.has_any() and self.group is None:
+        if self.checks and (not self.has_any() or self._are_zeroed()) and self.group is None:
             self.resolve()
+
+    def _are_zeroed(self) -> bool:
+        """Whether the program wrote to all gradients since their check, and all are 0. Waits for the device then."""
+        present = [param for param in self.params() if param.grad is not None]
+        # A pass that cleans has put 0 in place of inf itself.
+        cleans = any(check.running is not None for check in self.checks)
+        if cleans or len(unchecked(present, self.checked)) < len(present):
+            return False
+        return not bool(total_norm([local_of(param.grad) for param in present if param.grad is not None], math.inf))
 
     def resolve_on_device(self) -> Tensor | None:
         """Settle the pending checks without reading them: the scaler moves on by a flag that stays on the device.

@@ -34,6 +34,7 @@ from autoamp.core.attach import (
     linked,
     mark_equal,
     model_to_masters,
+    refuse_inner_groups,
     release_master,
     written_masters,
 )
@@ -56,9 +57,13 @@ class MasterWeights:
             belongs to a half parameter moves to its master. ``optimizer.zero_grad()`` clears both their gradients.
         originals: fp32 values by ``id(parameter)``, of parameters that were in fp32 before: their masters start from
             these, not from the rounded ones.
+
+    Raises:
+        UsageError: The optimizer steps by another one that has lists of its own.
     """
 
     def __init__(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> None:
+        refuse_inner_groups(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, MasterLink]] = {}
@@ -100,6 +105,11 @@ class MasterWeights:
                         self._hook(parameter, link)
                         params[index] = link.master
                         _move_state(optimizer, parameter, link.master)
+
+    @property
+    def has_stashed(self) -> bool:
+        """Whether gradients are kept out of ``.grad`` since the last pass; `share_gradients` puts them back."""
+        return bool(self._stashed.put_away)
 
     def get(self, parameter: Any) -> Any:
         """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
@@ -185,7 +195,8 @@ class MasterWeights:
     def prepare_reducer(self) -> None:
         """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
-        Called as a block begins. Gradients accumulate in fp32. The reducer averages all that it finds in ``.grad``,
+        Called as a block begins, also one of other optimizers, whose loss may reach these parameters; outside of blocks
+        as a pass does. Gradients accumulate in fp32. The reducer averages all that it finds in ``.grad``,
         and accepts the parameter's dtype only. So fp32 sums that were averaged already are stashed until the pass is
         over, and those that ``no_sync`` left, which are yet to be averaged, are cast to half.
         """
@@ -313,19 +324,34 @@ all_masters: Any = weakref.WeakSet()
 """The `MasterWeights` of every optimizer of the process, also of an `FP16_Optimizer` or of a suspended handle."""
 
 
+def living_masters() -> list[MasterWeights]:
+    """Return those of all optimizers that live."""
+    # Copied by one call, as another thread may make an optimizer meanwhile.
+    return [masters for reference in list(all_masters.data) if (masters := reference()) is not None]
+
+
 @disable_in_dynamo
-def before_pass() -> None:
+def before_pass(*, in_block: bool) -> None:
     """Get the gradients of all half parameters of the process ready for a backward pass that begins now.
 
     This is the last moment at which a gradient of an earlier step is told from a new one. Within a pass it does
     nothing. It is called where `torch.autograd.backward` is, while a handle is active.
+
+    Args:
+        in_block: Whether the pass is in a block, which got gradients ready for reducers as it began.
     """
     if current_graph_task() == -1:
-        # Copied by one call, as another thread may make an optimizer meanwhile.
-        for reference in list(all_masters.data):
-            masters = reference()
-            if masters is not None:
-                masters.begin_pass()
+        for masters in living_masters():
+            if not in_block:
+                masters.prepare_reducer()
+            masters.begin_pass()
+
+
+def after_pass() -> None:
+    """Let all half parameters have again what a pass outside of blocks had to find out of the reducers' way."""
+    for masters in living_masters():
+        if masters.has_stashed:
+            masters.share_gradients()
 
 
 def fit_state(optimizer: Any) -> None:
@@ -370,23 +396,24 @@ class _StashedGrads:
     Attributes:
         wanted: The half parameters whose shared gradient is stashed when the next pass begins, by id. Not before: a
             ``zero_grad()`` in between must still be seen.
+        put_away: Each half parameter with its link and the gradient that was stashed.
     """
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
-        self._put: list[tuple[Tensor, MasterLink, Tensor]] = []
+        self.put_away: list[tuple[Tensor, MasterLink, Tensor]] = []
 
     def put(self, half: Tensor, link: MasterLink) -> None:
         """Stash the gradient that a half parameter shares with its master, if there is one."""
         grad = half.grad
         if grad is not None and link.shares(grad):
-            self._put.append((half, link, grad))
+            self.put_away.append((half, link, grad))
             half.grad = link.master.grad = None
             link.share(None)
 
     def take(self) -> list[tuple[Tensor, MasterLink, Tensor]]:
-        """Return each half parameter with its link and the gradient that was stashed, and forget them."""
-        put, self._put = self._put, []
+        """Return what is put away, and forget it."""
+        put, self.put_away = self.put_away, []
         self.wanted.clear()
         return put
 

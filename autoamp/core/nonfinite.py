@@ -175,11 +175,14 @@ class NonFiniteSteps:
         else:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
             waits = waits or step.reads_flags
-            if self._action == "skip" and several_processes() and any(is_sharded(p) or is_flat(p) for p in params):
-                raise UsageError(
-                    "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
-                    "choose on_nonfinite='raise'"
-                )
+            if self._action == "skip" and several_processes():
+                asked = self._optimizers.requested_group(optimizer) is not None
+                if asked or any(is_sharded(param) or is_flat(param) for param in params):
+                    raise UsageError(
+                        f"on_nonfinite='skip' looks at {'gradients' if asked else 'the shards'} of this rank alone, "
+                        "and others would take the step; choose on_nonfinite='raise', or loss_scale='dynamic', whose "
+                        "skips are those of all ranks"
+                    )
             if losses and not waits:
                 vectors = (one for one in params if one.grad is not None and one.dim() < 2 and one.is_cpu)
                 params = list(itertools.islice(vectors, _VECTORS))
@@ -199,10 +202,12 @@ class NonFiniteSteps:
     def _look(
         self, optimizer: Any, guard: StepGuard | None, grads: Sequence[Tensor], losses: Sequence[Tensor], waits: bool
     ) -> bool:
-        flag = _holds_non_finite(grads, losses)
+        is_late = not waits and self._unread.serves((*grads, *losses)[0].device)
+        # The program may have dropped the gradients of any loss but the last: such a pass is none of this step.
+        flag = _holds_non_finite(grads, losses[-1:] if is_late else losses)
         # A guarded step was counted as it began.
         number = self._optimizers.steps.all - (guard is not None)
-        if not waits and self._unread.serves(flag.device):
+        if is_late:
             self._unread.add(flag, functools.partial(self._known, number, weakref.ref(optimizer)), urgent=True)
             return False
         names: Sequence[str] = ()
@@ -210,7 +215,7 @@ class NonFiniteSteps:
             unchecked = [] if self._scaler_steps else named_params(optimizer)
             names = non_finite((name, param.grad) for name, param in unchecked if param.grad is not None)
             # The sum of large finite squares is inf as well.
-            is_bad = bool(names or non_finite(("", loss) for loss in losses))
+            is_bad = bool(names or non_finite(("", loss) for loss in losses[-1:]))
         if not is_bad:
             self._in_a_row = 0
             return False

@@ -96,6 +96,7 @@ def sites(parts: Parts, class_made: Callable[[Any], object]) -> Iterator[PatchSi
     # By this `torch.fx` calls modules, torch.export too.
     traced = sys.modules.get("torch.fx._symbolic_trace")
     yield PatchSite(traced, "_orig_module_call", [calls.around_module_call], _around)
+    yield PatchSite(torch_private.compiled_model_class(), "__call__", [calls.around_compiled_call], _around)
     yield PatchSite(Module, "state_dict", [models.around_state_dict], _around)
     yield PatchSite(Module, "load_state_dict", [models.around_load_state_dict], _around)
     yield PatchSite(torch.optim.swa_utils.AveragedModel, "__init__", [models.average_made], _after)

@@ -210,6 +210,8 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             self._optimizers.casts.disable()
+            if methods := self._methods():
+                torch_private.note_compiled_code(methods)
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
@@ -275,7 +277,14 @@ class PatchedTorch:
             if self._named.get(id(replacement)) is not target:
                 name_by(replacement, *target.names)
         if any(target.parent is torch.Tensor for target, _ in pairs):
-            torch_private.forget_compiled_code()
+            torch_private.forget_compiled_code(self._methods())
+
+    def _methods(self) -> frozenset[str]:
+        """Return the names of the methods of tensors that are replaced."""
+        targets = (one for found in self._targets.values() for one in found.values())
+        return frozenset(
+            one.attribute for one in targets if one.parent is torch.Tensor and one.rule.policy is not CastPolicy.NONE
+        )
 
     def _replacement(self, target: Target, of_half_models: bool, elsewhere: Any) -> Any:
         """Return what stands in for a target's original; ``elsewhere`` is called where its rule does not act."""

@@ -54,6 +54,7 @@ from autoamp.torch_private import (
     is_replica,
     mark_constant,
     name_in_frame,
+    renew_compiled_model,
     start_no_graph,
     trace_as,
     traced_frames,
@@ -499,6 +500,16 @@ class ModuleCalls:
 
         for layer in listeners.module_layer:
             call = layer(call)
+        return call
+
+    def around_compiled_call(self, original: Any) -> Any:
+        """Return what calls a compiled model by the replacement above, also if it was compiled before that was there."""
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                renew_compiled_model(self)
+            return original(self, *args, **kwargs)
+
         return call
 
     def around_export(self, original: Any) -> Any:

@@ -27,7 +27,7 @@ from autoamp.core.loss_scale import LossScaler, UnreadFlags
 from autoamp.core.ranks import RequestedGroup
 from autoamp.errors import warn_user
 from autoamp.tensors import HALF_DTYPES
-from autoamp.torch_private import MODULES_OF_NORMS, has_modes, undisturbed
+from autoamp.torch_private import MODULES_OF_NORMS, disable_in_dynamo, has_modes, undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class SkipCount:
     def __init__(self) -> None:
         self.number, self._said = 0, False
 
+    @disable_in_dynamo
     def add(self) -> None:
         """Count a skip, and look at the buffers of all modules that live and train. Waits for the device."""
         self.number += 1

@@ -36,6 +36,8 @@ _CLOSE = 1 / 8
 _MAX_LATER_OPS = 2
 # So many ops are tried that made the inputs of an op, and so many modules around it.
 _MAX_OPS, _MAX_MODULES = 4, 3
+# So many ops that overflowed earlier are tried.
+_MAX_EARLIER = 4
 # All lists have these in half precision.
 _PRODUCTS = re.compile(r"mm|conv|dot|mv|lstm|gru|rnn|attention|linear")
 
@@ -115,7 +117,8 @@ def _cause(half: Followed, origin: NonFiniteOrigin) -> Overflow:
         return _in_unknown_precision(origin, str(error))
     in_fp32 = _causes(wide)
     if not in_fp32:
-        return half_precision_finding(origin, wide)
+        found = half_precision_finding(origin, wide)
+        return found if has_entry(found) else next(_earlier_findings(half, origin, wide), found)
     first = in_fp32[0]
     if first.op is None:
         return _given_finding(wide, first)
@@ -123,6 +126,22 @@ def _cause(half: Followed, origin: NonFiniteOrigin) -> Overflow:
         return _in_unknown_precision(origin, "torch has no fp32 kernel for it")
     advice = "compute it in a form that stays finite, or check its inputs and the learning rate"
     return replace(_finding(first, NotFiniteInFp32(magnitudes=first.magnitudes)), suggestion=advice)
+
+
+def has_entry(found: Overflow) -> bool:
+    """Whether an entry of a list was found that cures an overflow."""
+    return bool(found.fp32_names or found.fp32_module)
+
+
+def _earlier_findings(half: Followed, origin: NonFiniteOrigin, wide: Followed) -> Iterator[Overflow]:
+    """Yield the findings with an entry for what overflowed before an origin that no entry cures.
+
+    An inf may become 0, and a division by that nan.
+    """
+    before = (one for one in half.origins if one.number < origin.number and one.op is not None)
+    halves = (one for one in before if one.ref.dtype in HALF_DTYPES and not one.intended)
+    findings = (half_precision_finding(one, wide) for one in itertools.islice(halves, _MAX_EARLIER))
+    yield from filter(has_entry, findings)
 
 
 def _finding(origin: NonFiniteOrigin, verdict: OverflowVerdict) -> Overflow:

@@ -25,6 +25,7 @@ from autoamp.tools.findings import (
     advice_without_lists,
     half_ops_before,
     half_precision_finding,
+    has_entry,
     in_fp32_with,
     is_half,
     is_product,
@@ -195,15 +196,18 @@ class StepCheck:
             origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
             origin = next((one for one in origins if not one.intended), None)
             wrong = [name for name, error in errors.parameters.items() if error > _WRONG]
+            search = _Search(tape, errors, wide, observation.casts)
+            is_cause = False
             if origin is not None and wrong:
                 overflow = half_precision_finding(origin, Followed(tape, everything))
-                if overflow.place not in [known.place for _, known in self.faults]:
-                    taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
-                    overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
-                    self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
-            search = _Search(tape, errors, wide, observation.casts)
-            rounding = search.rounding() if origin is None else None
-            is_told = rounding is not None or (origin is not None and wrong)
+                # An inf may be harmless, and the gradients be wrong by something else.
+                is_cause = has_entry(overflow) or search.is_made_by(origin.op)
+            if is_cause and overflow.place not in [known.place for _, known in self.faults]:
+                taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
+                overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
+                self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
+            rounding = None if is_cause or (origin is not None and not wrong) else search.rounding()
+            is_told = rounding is not None or is_cause
             if is_farthest and not is_told and errors.gradients >= _MUCH:
                 self.source = search.source()
             if rounding is not None and rounding.ops not in [known.ops for _, known in self.roundings]:
@@ -294,6 +298,10 @@ class _Search:
             functions = dict.fromkeys(op.place.function for op in ops)
             named = [(one, None, None) for one in ([f"module {entry.module}"] if entry.module else functions)]
         return self._told(named, next(filter(is_product, ops), ops[0]), left, entry)
+
+    def is_made_by(self, op: Op | None) -> bool:
+        """Whether most of the error of the gradients is gone if the line of an op computes in fp32."""
+        return op is not None and self._left(_any_of([_line_of(self._tape, op)])) <= _LEFT
 
     def _told(
         self, named: list[tuple[str | None, str | None, str | None]], first: Op, left: float, entry: Entry | None

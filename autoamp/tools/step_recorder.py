@@ -355,7 +355,10 @@ class StepRecorder(Listener):
             why = f"the step has more than {_MAX_CALLS} calls of models"
         elif not step.is_asked and sum(one is module for one, _, _ in step.models) >= _UNASKED_CALLS:
             # The memory of a rollout is not for what nobody asked for.
-            why = f"the step has more than {_UNASKED_CALLS} calls of one model"
+            why = (
+                f"the step has more than {_UNASKED_CALLS} calls of one model, which is recorded where that was asked "
+                "for: by init(trace_overflow=True), or autoamp run --trace-overflow"
+            )
         if why is not None:
             self.stop(why)
             return

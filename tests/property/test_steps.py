@@ -257,6 +257,10 @@ class World:
     def params(self, number: int) -> list[Any]:
         return [param for group in self.optimizers[number].param_groups for param in group["params"]]
 
+    def are_dropped(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether the program dropped gradients, or set all to 0, which automatic scaling cannot tell from its own 0."""
+        return all(grad is None or (self.way.name != "auto_scale" and not grad.count_nonzero()) for grad in grads)
+
     def loss(self, action: Block) -> Tensor:
         total = torch.zeros(())
         for number in action.models:
@@ -293,7 +297,7 @@ class World:
             self.replaced[number] = self.keeps_replaced[number] = False
         before = [[None if p.grad is None else p.grad.clone() for p in self.params(number)] for number in every]
         for number in named:
-            if self.found[number] and all(grad is None for grad in before[number]):
+            if self.found[number] and self.are_dropped(before[number]):
                 self.found[number].clear()
         for _ in range(2 if action.how == "twice" else 1):
             self.loss(action).backward()
@@ -375,7 +379,7 @@ class World:
         if self.keeps_replaced[number]:
             raise Unclear
         self.finish_delayed(number)
-        if action.closure is not None and all(param.grad is None for param in self.params(number)):
+        if action.closure is not None and self.are_dropped([param.grad for param in self.params(number)]):
             # The gradients of earlier blocks were dropped.
             self.found[number].clear()
         skips = self.must_skip(number, bool(action.closure))

@@ -13,6 +13,7 @@ from autoamp.errors import UsageError
 from autoamp.tensors import dtype_name
 from autoamp.tools.ranges import FORMATS
 from autoamp.tools.report.recording import ReportRecording
+from autoamp.tools.step_check import StepCheck
 from autoamp.tools.tables import counted
 from autoamp.torch_private import compiled_graphs
 
@@ -201,7 +202,7 @@ def _verdict(
         sentence += ": " + ", ".join(f"{count} {_KINDS[kind][1]}" for kind, count in counts.items())
     located = [group["overflow"] for group in skips["groups"] if group["kind"] in _FAULTS]
     forward = next((one for one in located if one["phase"] == "forward"), None)
-    unchecked = _unchecked(recording.optimizers, recording.check.compared)
+    unchecked = _unchecked(recording.optimizers, recording.check)
     if faults:
         sentence = f"{faults[0]['sentence']}; {sentence}"
     elif not recording.overflows.always:
@@ -226,18 +227,20 @@ def _verdict(
     return {"sentence": sentence, "level": "bad" if is_bad else "unclear" if unclear else "good"}
 
 
-def _unchecked(optimizers: Guards, compared: int) -> str | None:
-    """Return why no gradient was checked for overflows, None where some were.
+def _unchecked(optimizers: Guards, check: StepCheck) -> str | None:
+    """Return why no gradient, or no step that was taken, was checked for overflows, None where some were.
 
     Args:
         optimizers: Those of the run.
-        compared: How many steps were compared with fp32.
+        check: Has compared steps with fp32.
     """
-    looked = f"looked for in {counted(compared, 'step')} alone" if compared else "not looked for"
+    looked = f"looked for in {counted(check.compared, 'step')} alone" if check.compared else "not looked for"
     if not any(scaler.checks for scaler in optimizers.steps.own or optimizers.scalers):
         return f"at a loss scale of 1 gradients are not checked, so that overflows were {looked}"
     if not optimizers.steps.guarded and not optimizers.steps.own:
         return f"no loss was scaled, so that gradients were not checked and overflows {looked}"
+    if not check.compared and check.unchecked is not None:
+        return f"overflows in steps that were taken were not looked for ({check.unchecked})"
     return None
 
 

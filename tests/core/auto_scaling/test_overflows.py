@@ -136,8 +136,8 @@ def test_dropping_the_gradients_of_one_optimizer_leaves_the_skip_of_another(
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     opt_g, opt_c = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (generator, critic))
     (critic(generator(torch.ones(1, 2))).sum() * float("inf")).backward()
-    with pytest.warns(UserWarning, match="step 0 of SGD has inf or nan in the loss"):
-        train_step(opt_c, critic(torch.ones(1, 2)).sum())
+    # The step is of the second loss alone, and nothing is said of it.
+    train_step(opt_c, critic(torch.ones(1, 2)).sum())
     assert handle.skipped_steps == 0
     opt_g.step()
     assert (handle.skipped_steps, handle.loss_scale) == (1, 2.0**15)
