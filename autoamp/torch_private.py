@@ -147,6 +147,7 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 """The base class of what intercepts operators."""
 
 OpOverload: Any = torch._ops.OpOverload
+OpOverloadPacket: Any = torch._ops.OpOverloadPacket
 """The class of the operators that a `DispatchMode` intercepts."""
 
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")

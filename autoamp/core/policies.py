@@ -55,7 +55,13 @@ from autoamp.core.special_calls import (
 from autoamp.core.targets import Target, target_at
 from autoamp.errors import BannedFunctionError, ListFileError, PatchError, TargetError, warn_user
 from autoamp.tensors import CASTABLE_LAYOUTS, HALF_DTYPES, iter_tensors, map_tensors
-from autoamp.torch_private import is_any_autocast_enabled, start_no_graph, trace_instead, traced_in_place_of
+from autoamp.torch_private import (
+    OpOverloadPacket,
+    is_any_autocast_enabled,
+    start_no_graph,
+    trace_instead,
+    traced_in_place_of,
+)
 
 # Not every exception: torch ends a checkpoint's recomputation by one of its own.
 _REFUSALS = RuntimeError, TypeError, ValueError
@@ -269,6 +275,10 @@ def build_replacement(
     traced = mark(build(call, out_of_place, casts.thread.traced, False, traced_elsewhere), original)
     replacement = trace_instead(build(watched, functional, casts.thread, off_within, elsewhere), traced)
     replacement = imitate(replacement, original, module, qualname)
+    if isinstance(original, OpOverloadPacket):
+        # Compiled code calls one of the overloads, which are attributes of an op of torch.ops.
+        for name in (*original.overloads(), "overloads", "op_overloads", "op"):
+            setattr(replacement, name, getattr(original, name))
     if is_builtin:
         # In Python that Dynamo skips, such as recurrent layers, torch compiles no op by itself. Inductor cannot: it
         # fails where it trains `torch.lstm` on a CPU.

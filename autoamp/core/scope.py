@@ -503,7 +503,7 @@ class ModuleCalls:
         return call
 
     def around_compiled_call(self, original: Any) -> Any:
-        """Return what calls a compiled model by the replacement above, also if it was compiled before that was there."""
+        """Return what calls a compiled model by the replacement above, also if it was compiled before."""
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():

@@ -258,7 +258,7 @@ class World:
         return [param for group in self.optimizers[number].param_groups for param in group["params"]]
 
     def are_dropped(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether the program dropped gradients, or set all to 0, which automatic scaling cannot tell from its own 0."""
+        """Whether the program dropped gradients, or set all to 0; automatic scaling puts 0 there itself."""
         return all(grad is None or (self.way.name != "auto_scale" and not grad.count_nonzero()) for grad in grads)
 
     def loss(self, action: Block) -> Tensor:

@@ -287,3 +287,16 @@ def test_the_state_that_torch_makes_to_load_is_no_step(name: str) -> None:
     found, expected = fresh.optimizer.state_dict()["state"], saved.optimizer.state_dict()["state"]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     fresh.train(2)
+
+
+@pytest.mark.filterwarnings("error:.*underflow:UserWarning")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_state_of_an_optimizer_that_never_stepped_counts_no_step(level: str) -> None:
+    model = nn.Linear(8, 1)
+    autoamp.initialize(model, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = DistributedState(model, optimizer).state_dict()["optimizer"]
+    assert any(key.endswith("exp_avg") for key in state)
+    handle: Any = autoamp.current_handle()
+    assert handle.stats["steps"] == 0
+    assert not optimizer.state
