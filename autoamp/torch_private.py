@@ -229,7 +229,7 @@ def forget_compiled_code(methods: frozenset[str]) -> None:
 
     Guards look at methods that were replaced when the code was compiled, and at no others.
     """
-    if compiled_graphs() and _compiled_with != [(methods, _compiled())]:
+    if _compiled_with != [(methods, _compiled())]:
         getattr(sys.modules["torch._dynamo"], "reset_code_caches", lambda: None)()
 
 

@@ -202,8 +202,6 @@ class Guards(GuardHost[StepGuard]):
 
     def after_block(self) -> None:
         """Put back what had to be out of the way of the reducers of models that other optimizers step."""
-        if torch.compiler.is_compiling() or not all_masters.data:
-            return
         for guard in self.guards:
             if guard.masters is not None and guard.masters.has_stashed:
                 self.share_gradients(guard.optimizer)
@@ -348,7 +346,8 @@ class LossBlock(NeedsWith):
         try:
             if block is not None:
                 block.__exit__(kind)
-                self._owner.after_block()
+                if not torch.compiler.is_compiling() and all_masters.data:
+                    self._owner.after_block()
         finally:
             self._owner.casts.cache.clear()
 

@@ -210,8 +210,8 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             self._optimizers.casts.disable()
-            if methods := self._methods():
-                torch_private.note_compiled_code(methods)
+            if torch_private.compiled_graphs():
+                torch_private.note_compiled_code(self._methods())
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
@@ -276,7 +276,7 @@ class PatchedTorch:
             # A builtin's was named by the first of its targets.
             if self._named.get(id(replacement)) is not target:
                 name_by(replacement, *target.names)
-        if any(target.parent is torch.Tensor for target, _ in pairs):
+        if torch_private.compiled_graphs() and any(target.parent is torch.Tensor for target, _ in pairs):
             torch_private.forget_compiled_code(self._methods())
 
     def _methods(self) -> frozenset[str]:

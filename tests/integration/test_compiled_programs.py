@@ -122,7 +122,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(SETTINGS, 2)))
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(SETTINGS, 2)))
 def test_compiled_code_casts_as_eager_mode_in_regions_that_take_turns(one: str, other: str) -> None:
     weight, layer = torch.randn(8, 8), nn.Linear(8, 8)
 
