@@ -118,7 +118,7 @@ def _cause(half: Followed, origin: NonFiniteOrigin) -> Overflow:
     in_fp32 = _causes(wide)
     if not in_fp32:
         found = half_precision_finding(origin, wide)
-        return found if has_entry(found) else next(_earlier_findings(half, origin, wide), found)
+        return found if _has_entry(found) else next(_earlier_findings(half, origin, wide), found)
     first = in_fp32[0]
     if first.op is None:
         return _given_finding(wide, first)
@@ -128,7 +128,7 @@ def _cause(half: Followed, origin: NonFiniteOrigin) -> Overflow:
     return replace(_finding(first, NotFiniteInFp32(magnitudes=first.magnitudes)), suggestion=advice)
 
 
-def has_entry(found: Overflow) -> bool:
+def _has_entry(found: Overflow) -> bool:
     """Whether an entry of a list was found that cures an overflow."""
     return bool(found.fp32_names or found.fp32_module)
 
@@ -141,7 +141,7 @@ def _earlier_findings(half: Followed, origin: NonFiniteOrigin, wide: Followed) -
     before = (one for one in half.origins if one.number < origin.number and one.op is not None)
     halves = (one for one in before if one.ref.dtype in HALF_DTYPES and not one.intended)
     findings = (half_precision_finding(one, wide) for one in itertools.islice(halves, _MAX_EARLIER))
-    yield from filter(has_entry, findings)
+    yield from filter(_has_entry, findings)
 
 
 def _finding(origin: NonFiniteOrigin, verdict: OverflowVerdict) -> Overflow:

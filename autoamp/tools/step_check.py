@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from autoamp.tools.findings import (
     advice_without_lists,
     half_ops_before,
     half_precision_finding,
-    has_entry,
     in_fp32_with,
     is_half,
     is_product,
@@ -33,7 +32,7 @@ from autoamp.tools.findings import (
     module_entries,
 )
 from autoamp.tools.half_losses import is_sampled
-from autoamp.tools.origins import Errors, Followed, errors_of
+from autoamp.tools.origins import Errors, Followed, NonFiniteOrigin, errors_of
 from autoamp.tools.overflow import OverflowTrace
 from autoamp.tools.ranges import relative_error
 from autoamp.tools.tables import first_of, placed
@@ -201,7 +200,7 @@ class StepCheck:
             if origin is not None and wrong:
                 overflow = half_precision_finding(origin, Followed(tape, everything))
                 # An inf may be harmless, and the gradients be wrong by something else.
-                is_cause = has_entry(overflow) or search.is_made_by(origin.op)
+                is_cause = search.is_made_by(origin, Entry(overflow.fp32_names, overflow.fp32_module), wrong)
             if is_cause and overflow.place not in [known.place for _, known in self.faults]:
                 taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
                 overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
@@ -299,9 +298,23 @@ class _Search:
             named = [(one, None, None) for one in ([f"module {entry.module}"] if entry.module else functions)]
         return self._told(named, next(filter(is_product, ops), ops[0]), left, entry)
 
-    def is_made_by(self, op: Op | None) -> bool:
-        """Whether most of the error of the gradients is gone if the line of an op computes in fp32."""
-        return op is not None and self._left(_any_of([_line_of(self._tape, op)])) <= _LEFT
+    def is_made_by(self, origin: NonFiniteOrigin, entry: Entry, names: Sequence[str]) -> bool:
+        """Whether an overflow makes most of the error of one of some gradients: it is gone with fp32 there.
+
+        Args:
+            origin: The overflow.
+            entry: That of a list which cures it; an empty one if none was found.
+            names: The parameters of these gradients.
+        """
+        line = _line_of(self._tape, origin.op) if origin.op is not None else None
+        ways: list[tuple[Choice, bool]] = [(_any_of([line]), False)] if line is not None else []
+        ways += [(entry.acts_on, entry.module is not None)] if entry != Entry() else []
+        before = self._errors.parameters
+        for has, within in ways:
+            rest = errors_of(Rerun(self._tape, in_fp32_with(self._tape, has, within=within)).finish(), self._wide)
+            if any(rest.parameters[name] <= _LEFT * before[name] for name in names):
+                return True
+        return False
 
     def _told(
         self, named: list[tuple[str | None, str | None, str | None]], first: Op, left: float, entry: Entry | None
