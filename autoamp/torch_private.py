@@ -201,35 +201,41 @@ def compiled_model_class() -> Any:
     return found if hasattr(found, "_initialize") else None
 
 
-def renew_compiled_model(compiled: Any) -> None:
-    """Let what torch.compile made of a model call that as models are called now, if it keeps a method from before."""
-    own = vars(compiled)
-    called = getattr(own.get("_forward", own.get("forward")), "_torchdynamo_orig_callable", None)
-    if isinstance(called, types.MethodType) and called.__func__ is not type(called.__self__).__call__:
-        compiled._initialize()
+def renew_compiled_model(compiled: Any, replaces: Callable[[Any], bool]) -> None:
+    """Let what torch.compile made of a model call that as models are called now.
 
+    It keeps a method from the time when it was made. All models have one replacement of that method, and Dynamo keeps
+    a few graphs for the code of a function: each gets a copy.
 
-def _compiled() -> tuple[int, int]:
-    """Return two numbers, one of which is another one once torch.compile has compiled something."""
-    return compiled_graphs(), getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COUNTER", 0)
-
-
-# The methods of tensors that were replaced when the process compiled all that it has compiled, and how much that was:
-# compiled code is the process's, as torch is. Empty where there is no such set.
-_compiled_with: list[tuple[frozenset[str], tuple[int, int]]] = []
-
-
-def note_compiled_code(methods: frozenset[str]) -> None:
-    """Note that the guards of all compiled code look at these methods of tensors, which are replaced now."""
-    _compiled_with[:] = [(methods, _compiled())]
-
-
-def forget_compiled_code(methods: frozenset[str]) -> None:
-    """Let torch.compile compile anew what it has compiled so far, unless its guards look at these methods of tensors.
-
-    Guards look at methods that were replaced when the code was compiled, and at no others.
+    Args:
+        compiled: What torch.compile made.
+        replaces: Tells of a function whether it is a replacement.
     """
-    if _compiled_with != [(methods, _compiled())]:
+    own = vars(compiled)
+    made = own.get("_forward", own.get("forward"))
+    called = getattr(made, "_torchdynamo_orig_callable", None)
+    # The program may have wrapped it.
+    if not isinstance(called, types.MethodType) or getattr(made, "__wrapped__", None) is not called:
+        return
+    method: Any = called
+    model, function, now = method.__self__, method.__func__, type(method.__self__).__call__
+    is_replaced = replaces(now)
+    if (getattr(function, "_autoamp_copied", None) if is_replaced else function) is now:
+        return
+    function = now
+    if is_replaced:
+        function = types.FunctionType(now.__code__.replace(), now.__globals__, now.__name__, None, now.__closure__)
+        function._autoamp_copied = now  # type: ignore[attr-defined]
+    forward = compiled.dynamo_ctx(types.MethodType(function, model))
+    if "_forward" in own:
+        compiled._forward = forward
+    else:
+        compiled.forward = forward
+
+
+def forget_compiled_code() -> None:
+    """Let torch.compile compile anew what it has compiled so far, whose guards do not look at methods of tensors."""
+    if compiled_graphs():
         getattr(sys.modules["torch._dynamo"], "reset_code_caches", lambda: None)()
 
 
@@ -407,22 +413,23 @@ def loss_of_class() -> tuple[Any, str]:
     return owner if hasattr(owner, name) else None, name
 
 
-def function_in_dynamo(tx: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return Dynamo's variable of a function of `torch.nn.functional`, as it is now, with its last arguments.
+def loss_in_dynamo(tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return Dynamo's variable of `torch.nn.functional.cross_entropy`, as it is now, with what its module was given.
 
     Args:
         tx: What traces.
-        name: The function's name.
-        args: Variables of the positional arguments after the first two.
+        args: Variables of the positional arguments of the module.
         kwargs: Variables of those that are given by name.
     """
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import LambdaVariable
     from torch._dynamo.variables.base import VariableTracker
 
-    function = getattr(torch.nn.functional, name)
-    variable = VariableTracker.build(tx, function, AttrSource(tx.import_source("torch.nn.functional"), name))
-    return LambdaVariable(lambda *first: variable.call_function(tx, [*first, *args], dict(kwargs)))
+    names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    source = AttrSource(tx.import_source("torch.nn.functional"), "cross_entropy")
+    function = VariableTracker.build(tx, torch.nn.functional.cross_entropy, source)
+    return LambdaVariable(lambda *loss, **named: function.call_function(tx, [*loss], {**given, **named}))
 
 
 def partial_in_dynamo(function: Any, *args: Any) -> Any:

@@ -268,22 +268,17 @@ def refuse_unguardable(optimizer: Any) -> None:
 
 
 def refuse_inner_groups(optimizer: Any) -> None:
-    """Raise UsageError where an optimizer steps by another one within it, which has lists of the parameters of its own.
+    """Raise UsageError for a `ZeroRedundancyOptimizer` that has made its inner one, which has lists of its own.
 
-    Masters that take the places of half parameters in the groups of the outer one would never be stepped.
+    Masters that take the places of half parameters in the outer groups would never be stepped.
     """
-    own = {id(group["params"]) for group in optimizer.param_groups}
-    params = set(map(id, stepped_params(optimizer)))
-    for name, inner in getattr(optimizer, "__dict__", {}).items():
-        if inner is optimizer or not is_optimizer(inner):
-            continue
-        for group in inner.param_groups:
-            if id(group["params"]) not in own and not params.isdisjoint(map(id, group["params"])):
-                raise UsageError(
-                    f"{type(optimizer).__name__} steps by its {name!r}, a {type(inner).__name__} with lists of the "
-                    "parameters of its own, which master weights do not reach; make it after initialize(model, ...), "
-                    "which is given the model alone"
-                )
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "ZeroRedundancyOptimizer" in kinds and hasattr(optimizer, "optim"):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps by an optimizer of its own, a {type(optimizer.optim).__name__} whose "
+            "lists of parameters master weights do not reach; make it after initialize(model, ...), which is given the "
+            "model alone"
+        )
 
 
 def stepped_params(optimizer: Any) -> list[Tensor]:

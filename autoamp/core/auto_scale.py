@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import math
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ from autoamp.core.block import open_blocks
 from autoamp.core.gradients import is_flat, is_sharded, several_processes
 from autoamp.core.guard import StepGuard
 from autoamp.core.loss_scale import LossScaler, is_same_scale
-from autoamp.core.masters import after_pass, all_masters, before_pass
+from autoamp.core.masters import all_masters, before_pass
 from autoamp.core.optimizers import Guards
 from autoamp.core.steps import Step
 from autoamp.errors import UsageError, warn_user
@@ -45,6 +46,14 @@ from autoamp.tensors import iter_tensors
 from autoamp.torch_private import REGION_OF_GRAPH, TELLS_GRAPH_TASKS, current_graph_task
 
 log = logging.getLogger(__name__)
+
+# What torch's DistributedDataParallel says of a half parameter that has an fp32 gradient.
+_REDUCER_REFUSES = re.compile("Expected (Half|BFloat16), got Float")
+_CLEAR_FIRST = (
+    "autoamp: this pass adds to gradients that another block or pass has left on half parameters of a "
+    "DistributedDataParallel, in fp32. Clear these before it, as by zero_grad() of the critic's optimizer before the "
+    "generator's loss is run backward, or wrap the model in autoamp.parallel.DistributedDataParallel"
+)
 
 
 class AutoScale:
@@ -321,7 +330,7 @@ class OptimizerSteps:
             compiling: bool = torch.compiler.is_compiling()
             # In this order: Dynamo reads no set of weak references.
             if compiling or all_masters.data:
-                before_pass(in_block=compiling or open_blocks.count > 0)
+                before_pass()
             # A pass within a pass is a checkpoint's.
             if compiling or current_graph_task() != -1:
                 return original(tensors, grad_tensors, *args, **kwargs)
@@ -331,16 +340,17 @@ class OptimizerSteps:
                 for root in iter_tensors(tensors):
                     if root.grad_fn is not None and root.is_floating_point():
                         optimizers.steps.note(root, 1.0)
-            if not optimizers.listeners.backward_begun:
-                original(tensors, grad_tensors, *args, **kwargs)
-            else:
+            try:
+                if not optimizers.listeners.backward_begun:
+                    return original(tensors, grad_tensors, *args, **kwargs)
                 with contextlib.ExitStack() as stack:
                     for hear in optimizers.listeners.backward_begun:
                         stack.enter_context(hear((grad_tensors, kwargs.get("grad_variables"))))
-                    original(tensors, grad_tensors, *args, **kwargs)
-            if all_masters.data and not open_blocks.count:
-                after_pass()
-            return None
+                    return original(tensors, grad_tensors, *args, **kwargs)
+            except RuntimeError as error:
+                if all_masters.data and _REDUCER_REFUSES.match(str(error)):
+                    error.add_note(_CLEAR_FIRST)
+                raise
 
         return self._auto_scaling.around_backward(backward)
 

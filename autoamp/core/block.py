@@ -18,14 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.compiler import is_compiling as compiling
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.attach import guard_before, living_optimizers_and_modules, stepped_params
 from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_, version_of, versions_of
 from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_ratio
-from autoamp.core.masters import all_masters, living_masters
 from autoamp.core.steps import warn_without_gradients
 from autoamp.errors import UsageError
 from autoamp.torch_private import at_end_of_pass, engine_reaches, start_no_graph
@@ -302,13 +300,9 @@ class ScaledBlock:
                 if params and not is_same_scale(guard.grads.scale, self.scale):
                     scale_(params, scale_ratio(self.scale, guard.grads.scale))
             guard.grads.scale = self.scale
-        if compiling():
-            every = [guard.masters for guard in guards if guard.masters is not None]
-        else:
-            # The loss may reach parameters of others, as that of a generator reaches those of its critic.
-            every = living_masters() if all_masters.data else []
-        for masters in every:
-            masters.prepare_reducer()
+        for guard in guards:
+            if guard.masters is not None:
+                guard.masters.prepare_reducer()
         open_blocks.open.number += 1
         for guard in guards:
             guard.in_block = True

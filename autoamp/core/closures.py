@@ -13,12 +13,12 @@ from torch import Tensor
 
 from autoamp.core.attach import stepped_params
 from autoamp.core.gradients import several_processes, version_of
+from autoamp.core.loss_scale import LossScaler
 from autoamp.errors import NonFiniteGradientsError
 from autoamp.tensors import map_tensors
 
 if TYPE_CHECKING:
     from autoamp.core.guard import OverflowCheck, StepGuard
-    from autoamp.core.loss_scale import LossScaler
 
 # So many halvings lead from the highest default scale, 2**24, far below 1, where no scale is to blame any more.
 _MAX_EVALUATIONS = 33
@@ -126,10 +126,11 @@ def _evaluate(guard: StepGuard, closure: Callable[[], Any], attempts: int) -> tu
         if blamed is None or loss_is_nonfinite or blamed.scaler.loss_scale >= scales[id(blamed.scaler)]:
             break
         if first is None:
-            first, states = blamed, [(scaler, scaler.state_dict()) for scaler in grads.scalers]
+            first, states = blamed, [(scaler, LossScaler.state_dict(scaler)) for scaler in grads.scalers]
     if blamed is not None and first is not None:
         for scaler, state in states:
-            scaler.load_state_dict(state)
+            # Those of a subclass may have a format of its own.
+            LossScaler.load_state_dict(scaler, state)
         blamed = first
     return loss, blamed
 

@@ -23,6 +23,7 @@ from autoamp.core.attach import AttachedMethod, named_params, stepped_params, ta
 from autoamp.core.closures import forget_state, state_size, step_with_closure
 from autoamp.core.gradients import (
     found_any,
+    is_sharded,
     local_of,
     marks_of,
     non_finite,
@@ -305,9 +306,11 @@ class GradChecks:
     def _are_zeroed(self) -> bool:
         """Whether the program wrote to all gradients since their check, and all are 0. Waits for the device then."""
         present = [param for param in self.params() if param.grad is not None]
-        # A pass that cleans has put 0 in place of inf itself.
-        cleans = any(check.running is not None for check in self.checks)
-        if cleans or len(unchecked(present, self.checked)) < len(present):
+        # Other ranks may have no zeros, and a pass that cleans has put 0 in place of inf itself.
+        is_shared = several_processes() and (self.requested_group is not None or any(map(is_sharded, present)))
+        if is_shared or any(check.running is not None for check in self.checks):
+            return False
+        if len(unchecked(present, self.checked)) < len(present):
             return False
         return not bool(total_norm([local_of(param.grad) for param in present if param.grad is not None], math.inf))
 

@@ -106,11 +106,6 @@ class MasterWeights:
                         params[index] = link.master
                         _move_state(optimizer, parameter, link.master)
 
-    @property
-    def has_stashed(self) -> bool:
-        """Whether gradients are kept out of ``.grad`` since the last pass; `share_gradients` puts them back."""
-        return bool(self._stashed.put_away)
-
     def get(self, parameter: Any) -> Any:
         """Return what the optimizer steps for a parameter of the model: its master, or the parameter itself."""
         pair = self._pairs.get(id(parameter))
@@ -195,8 +190,7 @@ class MasterWeights:
     def prepare_reducer(self) -> None:
         """Get gradients ready for the reducer of torch's DistributedDataParallel.
 
-        Called as a block begins, also one of other optimizers, whose loss may reach these parameters; outside of blocks
-        as a pass does. Gradients accumulate in fp32. The reducer averages all that it finds in ``.grad``,
+        Called as a block begins. Gradients accumulate in fp32. The reducer averages all that it finds in ``.grad``,
         and accepts the parameter's dtype only. So fp32 sums that were averaged already are stashed until the pass is
         over, and those that ``no_sync`` left, which are yet to be averaged, are cast to half.
         """
@@ -324,34 +318,19 @@ all_masters: Any = weakref.WeakSet()
 """The `MasterWeights` of every optimizer of the process, also of an `FP16_Optimizer` or of a suspended handle."""
 
 
-def living_masters() -> list[MasterWeights]:
-    """Return those of all optimizers that live."""
-    # Copied by one call, as another thread may make an optimizer meanwhile.
-    return [masters for reference in list(all_masters.data) if (masters := reference()) is not None]
-
-
 @disable_in_dynamo
-def before_pass(*, in_block: bool) -> None:
+def before_pass() -> None:
     """Get the gradients of all half parameters of the process ready for a backward pass that begins now.
 
     This is the last moment at which a gradient of an earlier step is told from a new one. Within a pass it does
     nothing. It is called where `torch.autograd.backward` is, while a handle is active.
-
-    Args:
-        in_block: Whether the pass is in a block, which got gradients ready for reducers as it began.
     """
     if current_graph_task() == -1:
-        for masters in living_masters():
-            if not in_block:
-                masters.prepare_reducer()
-            masters.begin_pass()
-
-
-def after_pass() -> None:
-    """Let all half parameters have again what a pass outside of blocks had to find out of the reducers' way."""
-    for masters in living_masters():
-        if masters.has_stashed:
-            masters.share_gradients()
+        # Copied by one call, as another thread may make an optimizer meanwhile.
+        for reference in list(all_masters.data):
+            masters = reference()
+            if masters is not None:
+                masters.begin_pass()
 
 
 def fit_state(optimizer: Any) -> None:
@@ -396,24 +375,23 @@ class _StashedGrads:
     Attributes:
         wanted: The half parameters whose shared gradient is stashed when the next pass begins, by id. Not before: a
             ``zero_grad()`` in between must still be seen.
-        put_away: Each half parameter with its link and the gradient that was stashed.
     """
 
     def __init__(self) -> None:
         self.wanted: set[int] = set()
-        self.put_away: list[tuple[Tensor, MasterLink, Tensor]] = []
+        self._put: list[tuple[Tensor, MasterLink, Tensor]] = []
 
     def put(self, half: Tensor, link: MasterLink) -> None:
         """Stash the gradient that a half parameter shares with its master, if there is one."""
         grad = half.grad
         if grad is not None and link.shares(grad):
-            self.put_away.append((half, link, grad))
+            self._put.append((half, link, grad))
             half.grad = link.master.grad = None
             link.share(None)
 
     def take(self) -> list[tuple[Tensor, MasterLink, Tensor]]:
-        """Return what is put away, and forget it."""
-        put, self.put_away = self.put_away, []
+        """Return each half parameter with its link and the gradient that was stashed, and forget them."""
+        put, self._put = self._put, []
         self.wanted.clear()
         return put
 

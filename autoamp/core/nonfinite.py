@@ -176,10 +176,11 @@ class NonFiniteSteps:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
             waits = waits or step.reads_flags
             if self._action == "skip" and several_processes():
-                asked = self._optimizers.requested_group(optimizer) is not None
-                if asked or any(is_sharded(param) or is_flat(param) for param in params):
+                requested = self._optimizers.requested_group(optimizer)
+                is_part = requested is not None and requested.replicas < requested.group.size()
+                if is_part or any(is_sharded(param) or is_flat(param) for param in params):
                     raise UsageError(
-                        f"on_nonfinite='skip' looks at {'gradients' if asked else 'the shards'} of this rank alone, "
+                        f"on_nonfinite='skip' looks at {'gradients' if is_part else 'the shards'} of this rank alone, "
                         "and others would take the step; choose on_nonfinite='raise', or loss_scale='dynamic', whose "
                         "skips are those of all ranks"
                     )

@@ -19,7 +19,7 @@ from autoamp.core.gradients import several_processes, total_norm
 from autoamp.core.guard import StepGuard
 from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler, LossScalers, Scale, as_list, scaled_loss
-from autoamp.core.masters import MasterWeights, all_masters
+from autoamp.core.masters import MasterWeights
 from autoamp.core.patch_sites import PatchSites
 from autoamp.core.ranks import RequestedGroup, compare_ranks, rank_sets
 from autoamp.core.steps import GuardHost, Steps, UnderflowWatch, check_optimizer
@@ -200,12 +200,6 @@ class Guards(GuardHost[StepGuard]):
             for half, scale, reason in left:
                 self.still_scaled.note([half, masters.get(half)], scale, reason)
 
-    def after_block(self) -> None:
-        """Put back what had to be out of the way of the reducers of models that other optimizers step."""
-        for guard in self.guards:
-            if guard.masters is not None and guard.masters.has_stashed:
-                self.share_gradients(guard.optimizer)
-
     def forget_added(self, guard: StepGuard) -> None:
         """Forget that blocks left parameters scaled which the optimizer got since: these are going to be unscaled."""
         if added := guard.grads.added_params():
@@ -346,8 +340,6 @@ class LossBlock(NeedsWith):
         try:
             if block is not None:
                 block.__exit__(kind)
-                if not torch.compiler.is_compiling() and all_masters.data:
-                    self._owner.after_block()
         finally:
             self._owner.casts.cache.clear()
 

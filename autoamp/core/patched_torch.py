@@ -210,8 +210,6 @@ class PatchedTorch:
                 return ()
             self.in_place = False
             self._optimizers.casts.disable()
-            if torch_private.compiled_graphs():
-                torch_private.note_compiled_code(self._methods())
             return self._take_back()
 
     def _take_back(self) -> tuple[str, ...]:
@@ -276,15 +274,8 @@ class PatchedTorch:
             # A builtin's was named by the first of its targets.
             if self._named.get(id(replacement)) is not target:
                 name_by(replacement, *target.names)
-        if torch_private.compiled_graphs() and any(target.parent is torch.Tensor for target, _ in pairs):
-            torch_private.forget_compiled_code(self._methods())
-
-    def _methods(self) -> frozenset[str]:
-        """Return the names of the methods of tensors that are replaced."""
-        targets = (one for found in self._targets.values() for one in found.values())
-        return frozenset(
-            one.attribute for one in targets if one.parent is torch.Tensor and one.rule.policy is not CastPolicy.NONE
-        )
+        if any(target.parent is torch.Tensor for target, _ in pairs):
+            torch_private.forget_compiled_code()
 
     def _replacement(self, target: Target, of_half_models: bool, elsewhere: Any) -> Any:
         """Return what stands in for a target's original; ``elsewhere`` is called where its rule does not act."""

@@ -516,7 +516,7 @@ def _build_calls(find_attribute: Any, call_operator: Any) -> tuple[Callable[...,
 
 def _patch_dynamo(patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> None:
     """Patch Dynamo, which is imported; arguments as for `teach_dynamo`."""
-    _patch_losses(patches)
+    _patch_loss(patches)
     names = dynamo_names()
     originals = [original_of(getattr(owner, name)) for owner, name in names]
     if not originals:
@@ -557,7 +557,7 @@ def _patch_dynamo(patches: PatchSet, casts_off: Wrap, casts_as_traced: Wrap) -> 
         patches.replace(owner, name, imitate(replacement, original))
 
 
-def _patch_losses(patches: PatchSet) -> None:
+def _patch_loss(patches: PatchSet) -> None:
     """Let Dynamo call the replacement of a loss whose module it does not make: it makes a node of torch's function."""
     owner, name = torch_private.loss_of_class()
     if owner is None:
@@ -565,10 +565,7 @@ def _patch_losses(patches: PatchSet) -> None:
     original = original_of(getattr(owner, name))
 
     def call_loss(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if original_of(torch.nn.functional.cross_entropy) is torch.nn.functional.cross_entropy:
-            return original(self, tx, args, kwargs)
-        # The class takes the function's arguments after the first two, in their order.
-        return torch_private.function_in_dynamo(tx, "cross_entropy", args, kwargs)
+        return torch_private.loss_in_dynamo(tx, args, kwargs)
 
     patches.replace(owner, name, imitate(call_loss, original))
 

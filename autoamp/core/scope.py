@@ -507,7 +507,7 @@ class ModuleCalls:
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                renew_compiled_model(self)
+                renew_compiled_model(self, lambda one: original_of(one) is not one)
             return original(self, *args, **kwargs)
 
         return call

@@ -20,6 +20,7 @@ import torch
 
 from autoamp.core import CastState
 from autoamp.tensors import HALF_DTYPES, dtype_name, iter_tensors
+from autoamp.tools.call_sites import CASTS
 from autoamp.tools.findings import (
     Entry,
     advice_without_lists,
@@ -192,20 +193,19 @@ class StepCheck:
             is_farthest = self.farthest is None or errors.gradients > self.farthest.gradients
             if is_farthest:
                 self.farthest, self.source = errors, None
-            origins = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
-            origin = next((one for one in origins if not one.intended), None)
+            found = (one for one in half.origins if one.op is not None and one.ref.dtype in HALF_DTYPES)
+            origins = [one for one in found if not one.intended]
             wrong = [name for name, error in errors.parameters.items() if error > _WRONG]
             search = _Search(tape, errors, wide, observation.casts)
-            is_cause = False
-            if origin is not None and wrong:
-                overflow = half_precision_finding(origin, Followed(tape, everything))
-                # An inf may be harmless, and the gradients be wrong by something else.
-                is_cause = search.is_made_by(origin, Entry(overflow.fp32_names, overflow.fp32_module), wrong)
-            if is_cause and overflow.place not in [known.place for _, known in self.faults]:
-                taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
-                overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
-                self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
-            rounding = None if is_cause or (origin is not None and not wrong) else search.rounding()
+            # An inf may be harmless, and the gradients be wrong by something else.
+            is_cause = bool(origins and wrong) and not search.are_harmless(origins, wrong)
+            if is_cause:
+                overflow = half_precision_finding(origins[0], Followed(tape, everything))
+                if overflow.place not in [known.place for _, known in self.faults]:
+                    taken = f"the step was taken, and the gradients of {first_of(wrong, 4)} are not those of fp32"
+                    overflow_there = self._overflows.with_lists(replace(overflow, iteration=step, parameter=wrong[0]))
+                    self.faults.append((f"{overflow.cause}; {taken}", overflow_there))
+            rounding = None if is_cause or (origins and not wrong) else search.rounding()
             is_told = rounding is not None or is_cause
             if is_farthest and not is_told and errors.gradients >= _MUCH:
                 self.source = search.source()
@@ -298,23 +298,20 @@ class _Search:
             named = [(one, None, None) for one in ([f"module {entry.module}"] if entry.module else functions)]
         return self._told(named, next(filter(is_product, ops), ops[0]), left, entry)
 
-    def is_made_by(self, origin: NonFiniteOrigin, entry: Entry, names: Sequence[str]) -> bool:
-        """Whether an overflow makes most of the error of one of some gradients: it is gone with fp32 there.
+    def are_harmless(self, origins: Sequence[NonFiniteOrigin], names: Sequence[str]) -> bool:
+        """Whether overflows are known to make no error of some gradients: all of it is left with fp32 in their place.
 
         Args:
-            origin: The overflow.
-            entry: That of a list which cures it; an empty one if none was found.
+            origins: The overflows.
             names: The parameters of these gradients.
         """
-        line = _line_of(self._tape, origin.op) if origin.op is not None else None
-        ways: list[tuple[Choice, bool]] = [(_any_of([line]), False)] if line is not None else []
-        ways += [(entry.acts_on, entry.module is not None)] if entry != Entry() else []
-        before = self._errors.parameters
-        for has, within in ways:
-            rest = errors_of(Rerun(self._tape, in_fp32_with(self._tape, has, within=within)).finish(), self._wide)
-            if any(rest.parameters[name] <= _LEFT * before[name] for name in names):
-                return True
-        return False
+        ops = [one.op for one in origins if one.op is not None]
+        # No fp32 is in the place of a cast.
+        if any(op.place.is_cast or op.place.function in CASTS for op in ops):
+            return False
+        choice = in_fp32_with(self._tape, _any_of([_line_of(self._tape, op) for op in ops]))
+        rest = errors_of(Rerun(self._tape, choice).finish(), self._wide).parameters
+        return all(rest[name] > _LEFT * self._errors.parameters[name] for name in names)
 
     def _told(
         self, named: list[tuple[str | None, str | None, str | None]], first: Op, left: float, entry: Entry | None

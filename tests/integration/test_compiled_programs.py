@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +25,6 @@ X, Y = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)), torch.ara
 def anew() -> None:
     dynamo.reset()
     dynamo.utils.counters.clear()
-
-
-def graphs() -> int:
-    return int(dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def compiled(function: Any, **options: Any) -> Any:
@@ -63,6 +60,36 @@ def test_a_loss_that_compiled_code_makes_is_that_of_eager_mode(
     torch.testing.assert_close(called(X, Y), expected, atol=0.0, rtol=0.0)
     handle.deactivate()
     torch.testing.assert_close(called(X, Y), model(X, Y))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, y: nn.CrossEntropyLoss(None, None, -100, None, "sum")(x, y),
+        lambda x, y: nn.CrossEntropyLoss(torch.ones(8), reduction="mean")(input=x, target=y),
+        lambda x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(x, target=y),
+        lambda x, y: nn.CrossEntropyLoss()(x, F.softmax(x.detach(), -1)),
+    ],
+)
+def test_a_loss_that_compiled_code_makes_takes_its_arguments_however_they_are_given(backend: str, call: Any) -> None:
+    handle: Any = autoamp.init(device_type="cpu", dtype=BF16)
+    called, x = torch.compile(call, backend=backend), X.bfloat16().requires_grad_()
+
+    def check() -> None:
+        out, expected = called(x, Y), call(x, Y)
+        assert out.dtype is expected.dtype
+        torch.testing.assert_close(out, expected, atol=0.0, rtol=0.02)
+
+    check()
+    called(x, Y).backward()
+    assert x.grad is not None
+    handle.deactivate()
+    handle = autoamp.init(device_type="cpu", dtype=BF16, lists={"none": ["torch.nn.functional.cross_entropy"]})
+    called(X, Y)
+    handle.deactivate()
+    autoamp.init(device_type="cpu", dtype=BF16)
+    check()
 
 
 class Net(nn.Module):
@@ -130,7 +157,8 @@ def test_compiled_code_casts_as_eager_mode_in_regions_that_take_turns(one: str, 
         products = [F.linear(x, weight), torch.matmul(x, weight), x @ weight, x.matmul(weight), layer(x)]
         return [*products, x.softmax(-1), torch.softmax(x, -1), torch.cat([x.bfloat16(), x])]
 
-    called = compiled(lambda x: function(x))
+    # Graphs of the backend "eager" call what is patched when they run.
+    called = torch.compile(lambda x: function(x), backend="aot_eager")
     regions = [autoamp.region(device_type="cpu", **SETTINGS[name]) for name in (one, other)]
 
     def check() -> None:
@@ -145,12 +173,43 @@ def test_compiled_code_casts_as_eager_mode_in_regions_that_take_turns(one: str, 
         check()
 
 
-def test_a_region_that_is_entered_again_does_not_compile_again() -> None:
-    called, region = compiled(Net()), autoamp.region(device_type="cpu", dtype=BF16)
-    for _ in range(4):
-        with region:
-            assert called(X).dtype is BF16
-    assert graphs() == 1
+def test_several_compiled_models_have_graphs_of_their_own() -> None:
+    def made(factor: float) -> nn.Module:
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x) * factor
+
+        return torch.compile(Scaled(), backend="aot_eager", fullgraph=True)  # type: ignore[return-value]
+
+    before = [made(float(number)) for number in range(4)]
+    autoamp.init(device_type="cpu", dtype=BF16, scope="modules")
+    for model in (*before, *(made(float(number)) for number in range(4, 8))):
+        model.train()
+        model(X).sum().backward()
+        model.eval()
+        with torch.no_grad():
+            assert model(X).shape == (16, 8)
+            assert model(X[:7]).shape == (7, 8)
+
+
+def test_what_a_program_puts_in_place_of_a_compiled_forward_stays() -> None:
+    model, calls = Net(), []
+    called = compiled(model)
+    forward = called.forward
+
+    @functools.wraps(forward)
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return forward(*args)
+
+    called.forward = counted
+    autoamp.init(device_type="cpu", dtype=BF16)
+    assert called(X).dtype is BF16
+    assert len(calls) == 1
 
 
 def test_a_region_within_compiled_code() -> None:

@@ -83,6 +83,30 @@ def test_an_overflow_that_changes_nothing_is_not_blamed_for_what_rounds() -> Non
     assert healed["remedies"] == []
 
 
+class Reciprocal(nn.Module):
+    """Makes half tensors of what is too large for them, which become 0 again."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.a, self.c, self.b, self.lines = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1), lines
+        with torch.no_grad():
+            self.a.bias.fill_(3.0)
+            self.c.bias.fill_(3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, k = self.a(x), self.c(x)
+        v = (h.float() * 1e5).half()
+        w = (k.float() * 1e5).half()
+        return self.b(1e5 / v.float() + (1e5 / w.float() if self.lines == 2 else 0.0))
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_a_half_tensor_that_overflows_is_blamed_although_no_entry_cures_it(lines: int) -> None:
+    found, _ = reported(lambda: Reciprocal(lines), lambda: (torch.randn(16, 8), torch.zeros(16, 1)), lr=1e-6)
+    assert [one["overflow"]["op"] for one in found["faults"]] == ["half"]
+    assert failures(found, "overflow")
+
+
 class Scaled(nn.Module):
     """The mean of squares is inf in fp16, by which all becomes 0."""
 
