@@ -147,8 +147,10 @@ DispatchMode: Any = torch.utils._python_dispatch.TorchDispatchMode
 """The base class of what intercepts operators."""
 
 OpOverload: Any = torch._ops.OpOverload
-OpOverloadPacket: Any = torch._ops.OpOverloadPacket
 """The class of the operators that a `DispatchMode` intercepts."""
+
+OpOverloadPacket: Any = torch._ops.OpOverloadPacket
+"""The class of the ops of `torch.ops`, each of which has its overloads as attributes."""
 
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 """Returns the schema of an `OpOverload`: its arguments and results, and which of them it writes to."""

@@ -176,13 +176,16 @@ class NonFiniteSteps:
             params, losses = stepped_params(optimizer), step.unscaled if sees_losses else []
             waits = waits or step.reads_flags
             if self._action == "skip" and several_processes():
-                requested = self._optimizers.requested_group(optimizer)
-                is_part = requested is not None and requested.replicas < requested.group.size()
-                if is_part or any(is_sharded(param) or is_flat(param) for param in params):
+                if any(is_sharded(param) or is_flat(param) for param in params):
                     raise UsageError(
-                        f"on_nonfinite='skip' looks at {'gradients' if is_part else 'the shards'} of this rank alone, "
-                        "and others would take the step; choose on_nonfinite='raise', or loss_scale='dynamic', whose "
-                        "skips are those of all ranks"
+                        "on_nonfinite='skip' looks at the shards of this rank alone, and others would take the step; "
+                        "choose on_nonfinite='raise'"
+                    )
+                requested = self._optimizers.requested_group(optimizer)
+                if requested is not None and requested.replicas < requested.group.size():
+                    raise UsageError(
+                        "on_nonfinite='skip' looks at the gradients of this rank alone, and others of sync_over() "
+                        "would take the step; choose on_nonfinite='raise', or loss_scale='dynamic', by which all skip"
                     )
             if losses and not waits:
                 vectors = (one for one in params if one.grad is not None and one.dim() < 2 and one.is_cpu)
