@@ -13,7 +13,7 @@ import gc
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -268,17 +268,33 @@ def refuse_unguardable(optimizer: Any) -> None:
 
 
 def refuse_inner_groups(optimizer: Any) -> None:
-    """Raise UsageError for a `ZeroRedundancyOptimizer` that has made its inner one, which has lists of its own.
+    """Raise UsageError for an optimizer that steps its parameters by another one, which has lists of its own.
 
-    Masters that take the places of half parameters in the outer groups would never be stepped.
+    Masters that take the places of half parameters in the outer groups would never be stepped. An inner one that has
+    the outer one's own lists gets them too.
     """
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if "ZeroRedundancyOptimizer" in kinds and hasattr(optimizer, "optim"):
+    lists = {id(group["params"]) for group in optimizer.param_groups}
+    own = set(map(id, stepped_params(optimizer)))
+    for attribute, inner in _inner_optimizers(optimizer):
+        if all(
+            id(group["params"]) in lists or own.isdisjoint(map(id, group["params"])) for group in inner.param_groups
+        ):
+            continue
+        is_zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
         raise UsageError(
-            f"{type(optimizer).__name__} steps by an optimizer of its own, a {type(optimizer.optim).__name__} whose "
-            "lists of parameters master weights do not reach; make it after initialize(model, ...), which is given the "
-            "model alone"
+            f"{type(optimizer).__name__} steps by an optimizer of its own, a {type(inner).__name__} in .{attribute}, "
+            "whose lists of parameters master weights do not reach; make it after initialize(model, ...), which is "
+            "given the model alone" + ("" if is_zero else f", and give scale_loss what is in .{attribute}")
         )
+
+
+def _inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the optimizers that are attributes of an optimizer, or in a list, tuple or dict there, with its name."""
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        values = (
+            value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        )
+        yield from ((name, inner) for inner in values if inner is not optimizer and is_optimizer(inner))
 
 
 def stepped_params(optimizer: Any) -> list[Tensor]:

@@ -21,7 +21,16 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.attach import guard_before, living_optimizers_and_modules, stepped_params
-from autoamp.core.gradients import is_same_gradient, mark_of, scale_, total_norm, unscale_, version_of, versions_of
+from autoamp.core.gradients import (
+    is_same_gradient,
+    mark_of,
+    scale_,
+    several_processes,
+    total_norm,
+    unscale_,
+    version_of,
+    versions_of,
+)
 from autoamp.core.guard import OverflowCheck, StepGuard
 from autoamp.core.loss_scale import LossScaler, Scale, is_same_scale, scale_ratio
 from autoamp.core.steps import warn_without_gradients
@@ -103,7 +112,8 @@ class StillScaled:
             ]
             self.note(_without(written, own), scale, reason)
 
-        at_end_of_pass(note)
+        # What reduces gradients over ranks writes them at the end of the pass too, and asked for that later.
+        at_end_of_pass((lambda: at_end_of_pass(note)) if several_processes() else note)
 
     def forget(self, params: Iterable[Tensor]) -> None:
         """Take note that the gradients of these parameters are unscaled, which torch counts as no write."""

@@ -182,6 +182,23 @@ def sharded_states(order: str, kind: Any) -> Any:
         return bool((model.weight != before).any()), values(model)
 
 
+def left_scaled(level: str, views: bool) -> str:
+    """Let a critic step by what the loss of a generator has left in its gradients, and return what is told."""
+    critic, generator = nn.Linear(16, 1), nn.Linear(4, 16)
+    opt_c, opt_g = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator))
+    with ended():
+        initialized([critic, generator], [opt_c, opt_g], level, loss_scale=128.0)
+        wrapped, made = (DistributedDataParallel(net, gradient_as_bucket_view=views) for net in (critic, generator))
+        with autoamp.scale_loss(wrapped(made(torch.ones(2, 4))).float().mean(), opt_g) as scaled:
+            scaled.backward()
+        opt_g.step()
+        try:
+            opt_c.step()
+        except autoamp.UsageError as error:
+            return str(error)
+    return ""
+
+
 def found_by_rank() -> dict[Any, Any]:
     ways = [("fp32", ""), ("O1", ""), ("O2", ""), ("O2", "cleared"), ("O2", "apex")]
     found: dict[Any, Any] = {("gan", *way): gan(*way) for way in ways}
@@ -190,6 +207,8 @@ def found_by_rank() -> dict[Any, Any]:
     found["sync_over"] = [sync_over(*given) for given in ((None, 1), ("dynamic", 1), (None, None))]
     for order, kind in itertools.product(("before", "after"), (torch.optim.SGD, torch.optim.AdamW)):
         found["zero", order, kind.__name__] = sharded_states(order, kind)
+    for level, views in itertools.product(("O1", "O2"), (False, True)):
+        found["left", level, views] = left_scaled(level, views)
     return found
 
 
@@ -239,3 +258,11 @@ def test_an_optimizer_that_steps_by_another_one_is_made_after_its_model_was_set_
         assert (dtype, is_over) == (torch.float32, True)
         assert found["zero", "after", kind][0]
     torch.testing.assert_close(*(found["zero", "after", kind][1] for found in ranks), atol=0.0, rtol=0.0)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_a_reducer_leaves_scaled_are_refused(ranks: list[Any], level: str, views: bool) -> None:
+    """The reducer writes them at the end of the pass, after what was asked for earlier has looked."""
+    for found in ranks:
+        assert found["left", level, views].startswith("SGD would use gradients that are multiplied by the loss scale")
