@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import inspect
 import types
 import weakref
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.gradients import is_sharded, local_of, several_processes, version_of, versions_of
+from autoamp.core.patch_sites import living
 from autoamp.errors import UsageError, kind_of
 from autoamp.tensors import HALF_DTYPES, without_grad
 from autoamp.torch_private import disable_in_dynamo
@@ -117,6 +117,13 @@ def load_master(parameter: Tensor, value: Tensor) -> None:
         mark_equal([(parameter, link)])
 
 
+def trust_masters(parameters: Iterable[Tensor]) -> None:
+    """Note that the masters are authoritative from now on, as those are that all processes have loaded alike."""
+    for parameter in parameters:
+        if (link := link_of(parameter)) is not None:
+            link.stepped = True
+
+
 def release_master(parameter: Tensor) -> Tensor | None:
     """Return what `master_of` does, and forget it."""
     master = master_of(parameter)
@@ -146,6 +153,9 @@ def linked(half: Tensor, original: Tensor | None) -> MasterLink:
     link = link_of(half)
     if link is None:
         value = half.detach().float() if original is None else original.detach()
+        if type(value) is Tensor:
+            # What optimizers and loops keep at parameters, such as ``lr_mult``, is at both.
+            value.__dict__ = half.__dict__
         _links[half] = link = MasterLink(half, value.requires_grad_(half.requires_grad))
     else:
         model_to_masters([(half, link)])
@@ -421,9 +431,7 @@ def living_optimizers_and_modules() -> tuple[list[torch.optim.Optimizer], list[t
 
     Of torch's classes; an optimizer that scales its loss itself is left out.
     """
-    # Not isinstance, which asks the object itself: a proxy may answer with another class.
-    kinds = torch.optim.Optimizer, torch.nn.Module
-    found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    found = living(torch.optim.Optimizer, torch.nn.Module)
     optimizers = [one for one in found if issubclass(type(one), torch.optim.Optimizer) and "param_groups" in vars(one)]
     modules = [one for one in found if issubclass(type(one), torch.nn.Module)]
     return [one for one in optimizers if not isinstance(one, ScalesItself)], modules

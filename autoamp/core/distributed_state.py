@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from autoamp.core.api import current_handle, disable_casts
-from autoamp.core.attach import is_optimizer, master_of
+from autoamp.core.attach import is_optimizer, master_of, trust_masters
 from autoamp.core.handle import runtime_of
 from autoamp.errors import CheckpointError, UsageError, kind_of, warn_user
 
@@ -106,6 +106,7 @@ class DistributedState:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         set_model_state_dict(self._model, dict(state["model"]))
+        trust_masters(self._model.parameters())
         if self._optimizers:
             load_optimizers(self._model, self._optimizers, state["optimizer"])
         handle = current_handle()

@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from autoamp.core.loss_scale import Factor, Scale, inverse_scale
 from autoamp.errors import UsageError
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, has_values
 from autoamp.torch_private import unscale_and_check_
 
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
@@ -212,8 +212,10 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
         found: Tensors of shape ``[1]`` as `unscale_` returns them.
 
     Returns:
-        For each tensor whether it is not 0.
+        For each tensor whether it is not 0; False for those without values, by which a program asks for shapes alone.
     """
+    if not all(map(has_values, found)):
+        return [False] * len(found)
     if len(found) == 1:
         return [bool(found[0].item())]
     by_device: dict[torch.device, list[int]] = {}

@@ -512,9 +512,11 @@ class StepGuard:
             # Within `uncounted`, or within a step of its own.
             return original(*args, **kwargs)
         if self.in_block:
+            in_hook = "; if a hook steps in the backward pass, call handle.auto_scale() once and leave scale_loss out"
             raise UsageError(
-                f"{self.name}.step() was called inside its scale_loss block, where gradients are still multiplied by "
-                f"{float(self.grads.scale):g}; move optimizer.step() after the with block"
+                f"{self.name}.step() was called inside its scale_loss block, before gradients are divided by the loss "
+                f"scale {float(self.grads.scale):g} and checked; move optimizer.step() after the with block"
+                + (in_hook if self.masters is None else "")
             )
         closure: Any = args[0] if args else kwargs.get("closure")
         evaluates, owner, grads, last_step = callable(closure), self.owner(), self.grads, self.history.step

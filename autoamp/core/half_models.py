@@ -66,6 +66,11 @@ class ModelBoundary:
         return [local.set(False)] if self.casts is False else []
 
 
+class _OfThread(threading.local):
+    gives_halves = False
+    """Whether ``state_dict`` of a half model gives its parameters as they are."""
+
+
 class CastModels:
     """The models of a handle that are in half precision, or whose inputs and outputs are cast.
 
@@ -83,6 +88,7 @@ class CastModels:
         self._wide_buffers: Any = WeakIdKeyDictionary()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._told_of_copies: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._thread = _OfThread()
 
     @torch.no_grad()
     def cast(self, model: Module, dtype: torch.dtype, *, keep_norms: bool = False, kept: Iterable[Module] = ()) -> None:
@@ -179,19 +185,19 @@ class CastModels:
 
     def around_state_dict(self, original: Any) -> Any:
         """Return what gives the fp32 values of half models."""
-        models, thread = self, threading.local()
+        models, thread = self, self._thread
 
         def state_dict(self: Module, *args: Any, **kwargs: Any) -> Any:
             # torch calls this anew for each child; the outermost call does the work, once.
-            if hasattr(thread, "is_within") or not models._involves_halves(self):
+            if thread.gives_halves or not models._involves_halves(self):
                 return original(self, *args, **kwargs)
-            thread.is_within = True
+            thread.gives_halves = True
             try:
                 destination, prefix, keep_vars = _state_arguments(*args, **kwargs)
                 others = set(destination or ())
                 state = original(self, *args, **kwargs)
             finally:
-                del thread.is_within
+                thread.gives_halves = False
             wide = {prefix + name: master_of(one) for name, one in self.named_parameters(remove_duplicate=False)}
             for name, buffer in self.named_buffers(remove_duplicate=False):
                 wide[prefix + name] = models._wide_buffer(buffer)
@@ -233,16 +239,23 @@ class CastModels:
             )
 
     def around_export(self, original: Any) -> Any:
-        """Return what exports a model without the fp32 gradients of half parameters, which fake tensors refuse."""
+        """Return what exports a model with its half parameters, and without their gradients in fp32.
+
+        The exporter of ONNX for traces tells parameters from constants by ``state_dict``, and fake tensors refuse the
+        gradients.
+        """
+        thread = self._thread
 
         def export(mod: Any, *args: Any, **kwargs: Any) -> Any:
             params = list(mod.parameters()) if isinstance(mod, Module) else []
             wide = [(one, one.grad) for one in params if one.grad is not None and one.grad.dtype is not one.dtype]
+            thread.gives_halves, before = True, thread.gives_halves
             try:
                 for parameter, _ in wide:
                     parameter.grad = None
                 return original(mod, *args, **kwargs)
             finally:
+                thread.gives_halves = before
                 for parameter, grad in wide:
                     parameter.grad = grad
 

@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.core.attach import named_params, stepped_params
+from autoamp.core.attach import living_optimizers_and_modules, named_params, stepped_params
 from autoamp.core.block import open_blocks
 from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, several_processes, total_norm
-from autoamp.core.guard import StepGuard
+from autoamp.core.guard import StepGuard, read_checks
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
 from autoamp.core.optimizers import Guards
 from autoamp.core.steps import Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.tensors import is_capturing, without_grad
+from autoamp.tensors import has_values, is_capturing, without_grad
 
 _VECTORS = 4
 _KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu", "requires_grad")
@@ -191,7 +191,7 @@ class NonFiniteSteps:
                 vectors = (one for one in params if one.grad is not None and one.dim() < 2 and one.is_cpu)
                 params = list(itertools.islice(vectors, _VECTORS))
             grads = [param.grad for param in params if param.grad is not None]
-        if not grads and not losses:
+        if not (grads or losses) or not all(map(has_values, (*grads, *losses))):
             return False
         if {*map(_KIND, grads), *map(_KIND, losses)} == _PLAIN:
             # Read at once: nothing runs ahead of the host. A loss has one element. Large finite values make a norm inf.
@@ -219,11 +219,26 @@ class NonFiniteSteps:
             unchecked = [] if self._scaler_steps else named_params(optimizer)
             names = non_finite((name, param.grad) for name, param in unchecked if param.grad is not None)
             # The sum of large finite squares is inf as well.
-            is_bad = bool(names or non_finite(("", loss) for loss in losses[-1:]))
+            is_bad = bool(
+                names or (non_finite(("", loss) for loss in losses[-1:]) and not self._is_of_another(optimizer))
+            )
         if not is_bad:
             self._in_a_row = 0
             return False
         return self._act(number, optimizer, names)
+
+    def _is_of_another(self, optimizer: Any) -> bool:
+        """Whether a loss of inf or nan that left this optimizer's gradients finite made those of another one so."""
+        guards = [guard for guard in self._optimizers.guards if guard.optimizer is not optimizer]
+        for guard in guards:
+            # Automatic scaling may have put 0 in their place.
+            read_checks(guard.grads.checks)
+        if any(check.overflowed for guard in guards for check in guard.grads.checks):
+            return True
+        others = [one for one in living_optimizers_and_modules()[0] if one is not optimizer]
+        own = set(map(id, stepped_params(optimizer)))
+        params = [param for one in others for param in stepped_params(one) if id(param) not in own]
+        return bool(non_finite(("", param.grad) for param in params if param.grad is not None))
 
     def _act(self, number: int, optimizer: Any, names: Sequence[str]) -> bool:
         """Explain a step, and do with it as `action` says; tell whether to skip it."""

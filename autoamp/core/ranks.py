@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import gc
 import hashlib
 import json
 import math
@@ -33,6 +32,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from autoamp.core.gradients import grouped_by_kind, is_sharded, local_of, total_norm
+from autoamp.core.patch_sites import living
 from autoamp.core.patches import listen
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES
@@ -356,9 +356,7 @@ def broadcast(wrapper: DistributedDataParallel, tensors: list[Tensor]) -> None:
 
 def living_wrappers() -> list[DistributedDataParallel]:
     """Return every DistributedDataParallel of the process. Takes tens of milliseconds in a process group."""
-    objects = gc.get_objects() if dist.is_available() and dist.is_initialized() else ()
-    # By type: a proxy may answer for what it stands for.
-    return [found for found in objects if issubclass(type(found), DistributedDataParallel)]
+    return living(DistributedDataParallel) if dist.is_available() and dist.is_initialized() else []
 
 
 def watch_wrappers(

@@ -26,7 +26,7 @@ from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler, UnreadFlags
 from autoamp.core.ranks import RequestedGroup
 from autoamp.errors import warn_user
-from autoamp.tensors import HALF_DTYPES
+from autoamp.tensors import HALF_DTYPES, has_values
 from autoamp.torch_private import MODULES_OF_NORMS, disable_in_dynamo, has_modes, undisturbed
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ def check_optimizer(optimizer: Any) -> None:
     for index, group in enumerate(optimizer.param_groups):
         eps = group.get("eps")
         for dtype in HALF_DTYPES if isinstance(eps, float) and eps > 0 else ():
-            if any(param.dtype is dtype for param in group["params"]) and not torch.tensor(eps, dtype=dtype):
+            is_zero = not torch.tensor(eps, dtype=dtype, device="cpu")
+            if is_zero and any(param.dtype is dtype for param in group["params"]):
                 info = torch.finfo(dtype)
                 # Subnormal numbers included: 2**-24 in fp16 and 2**-133 in bf16.
                 smallest = info.smallest_normal * info.eps
@@ -99,7 +100,7 @@ def _share_that_vanishes(params: Iterable[Tensor]) -> float | None:
     least = torch.finfo(torch.float16).tiny
     grads = [param.grad for param in params if param.grad is not None]
     dense = [grad.detach() for grad in grads if grad.layout is torch.strided and grad.is_floating_point()]
-    if not dense:
+    if not dense or not all(map(has_values, dense)):
         return None
     held = torch.stack([(~(grad.abs() < least)).sum().cpu() for grad in dense]).sum().item()
     some = torch.stack([(grad != 0).sum().cpu() for grad in dense]).sum().item()
@@ -187,8 +188,6 @@ class Steps:
         last: The last step of any optimizer.
         own: The loss scalers of the program's own `FP16_Optimizer`, the newest last.
         own_scale: The scale of the program's own `torch.amp.GradScaler`; None where it has none.
-        losses: The losses of one element since the last step, the first 256, without their graph.
-        unscaled: Those that no loss scale multiplies.
         waiting: The number of losses that were scaled and whose backward pass has not begun.
         refuses: Tells of an optimizer and its guard, or None, whether a step by unchecked gradients is to be skipped.
         after: Called when a step was taken or skipped, until it returns True.
@@ -200,14 +199,14 @@ class Steps:
         self.last = Step()
         self.own: list[LossScaler] = []
         self.own_scale: SupportsFloat | None = None
-        self.losses: list[Tensor] = []
-        self.unscaled: list[Tensor] = []
         self.reads_flags = False
         self.refuses: Callable[[Any, Any], bool] = lambda optimizer, guard: False
         self.after: Callable[[], bool] | None = None
         self.skips = SkipCount()
         self._listeners, self._catch_up = listeners, catch_up
-        # Other optimizers may step by the same losses until the next one comes.
+        # The losses of one element since the last step, the first 256, without their graph: each with its thread, and
+        # whether a loss scale multiplies it. Other optimizers may step by the same ones until the next one comes.
+        self._losses: list[tuple[int, Tensor, bool]] = []
         self._ended = False
 
     @property
@@ -243,19 +242,29 @@ class Steps:
             waits: Whether it is a scaled loss whose backward pass is yet to begin.
         """
         if self._ended:
-            self.losses, self.unscaled, self.waiting, self._ended = [], [], 0, False
+            self._losses, self.waiting, self._ended = [], 0, False
         self.waiting += waits
-        if loss.numel() == 1 and len(self.losses) < _MAX_LOSSES:
+        if loss.numel() == 1 and len(self._losses) < _MAX_LOSSES:
             with undisturbed() if has_modes() else contextlib.nullcontext():
                 value = loss.detach()
                 if type(value) is Tensor and value.layout is torch.strided:
                     # Not all of a larger tensor, which it would keep.
                     value = value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
-            self.losses.append(value)
-            if type(scale) is float and scale == 1.0:
-                self.unscaled.append(value)
+            self._losses.append((threading.get_ident(), value, type(scale) is not float or scale != 1.0))
         for scaled in self._listeners.loss_scaled:
             scaled(loss, scale)
+
+    @property
+    def losses(self) -> list[Tensor]:
+        """The losses of this thread since the last step."""
+        thread = threading.get_ident()
+        return [value for one, value, _ in self._losses if one == thread]
+
+    @property
+    def unscaled(self) -> list[Tensor]:
+        """Those that no loss scale multiplies."""
+        thread = threading.get_ident()
+        return [value for one, value, is_scaled in self._losses if one == thread and not is_scaled]
 
     def begin(self, step: Step, *, guarded: bool = True) -> None:
         """Take note that an optimizer is called.

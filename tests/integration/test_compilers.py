@@ -386,3 +386,31 @@ def test_onnx_holds_the_casts() -> None:
     graph = onnx.load_from_string(buffer.getvalue()).graph
     assert [node.op_type for node in graph.node].count("Cast") >= 2
     assert graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_onnx_has_the_parameters_of_half_models(level: str) -> None:
+    """The exporter tells parameters by ``state_dict``, which gave fp32 values in their place."""
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autoamp.initialize(model, optimizer, opt_level=level, dtype=torch.float16, device_type="cpu", verbosity=0)
+    try:
+        x, buffer = torch.randn(2, 4), io.BytesIO()
+        with autoamp.scale_loss(model(x).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        torch.onnx.export(model, (x,), buffer, dynamo=False)
+        graph = onnx.load_from_string(buffer.getvalue())
+        kinds = {one.data_type for one in graph.graph.initializer}
+        assert kinds == {onnx.TensorProto.FLOAT16}
+        (found,) = ReferenceEvaluator(graph).run(None, {graph.graph.input[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), atol=2e-3, rtol=2e-3)
+        # What a program saves is in fp32 all the same.
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    finally:
+        if (handle := autoamp.current_handle()) is not None:
+            handle.deactivate()

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import autoamp
@@ -25,7 +27,7 @@ from tests.states import differences, flat
 pytestmark = pytest.mark.processes
 
 SAVED, END, HANGS = 5, 9, 5
-CASES = [(wrapper, level) for wrapper in ("ddp", "fsdp2") for level in ("O1", "O2")]
+CASES = [(wrapper, level) for wrapper in ("ddp", "fsdp2", "tp", "alone") for level in ("O1", "O2")]
 
 
 class Training:
@@ -40,16 +42,21 @@ class Training:
         )  # fmt: skip
         if wrapper == "fsdp2":
             fully_shard(model)
-        elif dist.get_world_size() > 1:
+        elif wrapper == "tp":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        elif wrapper == "ddp" and dist.get_world_size() > 1:
             # Its buckets stay as they are at first, and with them the order of sums.
             model = DistributedDataParallel(model, find_unused_parameters=True)
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), 1e-2)
         self.step = 0
+        # Without a wrapper each rank does all of the work.
+        self._shares = wrapper in ("ddp", "fsdp2")
 
     def train(self, until: int) -> None:
         while self.step < until:
             x = torch.randn(8, 8, generator=torch.Generator().manual_seed(self.step))
-            x = x.chunk(dist.get_world_size())[dist.get_rank()]
+            x = x.chunk(dist.get_world_size())[dist.get_rank()] if self._shares else x
             self.optimizer.zero_grad()
             with autoamp.scale_loss(self.model(x).float().square().mean(), self.optimizer) as scaled:
                 scaled.backward()

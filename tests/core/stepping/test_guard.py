@@ -55,7 +55,7 @@ def test_a_step_inside_the_block_is_refused() -> None:
     setup = Setup()
     with scale_loss(setup.param.sum(), setup.guard, setup.scaler) as scaled:
         scaled.backward()
-        with pytest.raises(UsageError, match=r"1024; move optimizer\.step\(\) after the with block"):
+        with pytest.raises(UsageError, match=r"scale 1024 and checked; move optimizer\.step\(\) after the with block"):
             setup.optimizer.step()
     assert setup.guard.history.steps == 0
     setup.optimizer.step()

@@ -683,3 +683,23 @@ def test_a_gradient_of_zeros_is_no_cleared_one() -> None:
     optimizer.step()
     assert torch.equal(masters[0], before[0] - 0.5)
     assert own.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_what_is_kept_at_parameters_is_at_their_masters_too() -> None:
+    """By such attributes optimizers choose rates, and find what they left at the last step."""
+    model = network()
+    for param in model.parameters():
+        param.rate = 0.5  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autoamp.initialize(model, optimizer, opt_level="O2", dtype=torch.float16, device_type="cpu", verbosity=0)
+    stepped: list[Any] = [param for group in optimizer.param_groups for param in group["params"]]
+    assert [param.rate for param in stepped] == [0.5] * len(stepped)
+    first: Any = next(model.parameters())
+    assert first is not stepped[0]
+    first.is_frozen, stepped[0].hessian = True, torch.ones(2)
+    assert stepped[0].is_frozen
+    assert torch.equal(first.hessian, torch.ones(2))
+    handle = autoamp.current_handle()
+    assert handle is not None
+    handle.deactivate()
+    assert first.rate == 0.5
