@@ -34,6 +34,11 @@ def moved(model: nn.Module, backward: Any) -> list[Tensor]:
     return [param.detach() - old for param, old in zip(model.parameters(), before, strict=True)]
 
 
+def in_block(handle: Any, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    with handle.scale_loss(model(torch.ones(1, 8)).float().mean(), optimizers) as scaled:
+        scaled.backward()
+
+
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 @pytest.mark.parametrize("level", [None, "O1"])
 def test_a_block_refuses_them_and_names_what_trains(level: str | None, dtype: torch.dtype) -> None:
@@ -51,8 +56,7 @@ def test_a_block_refuses_them_and_names_what_trains(level: str | None, dtype: to
     handle: Any = autoamp.current_handle()
     try:
         with pytest.raises(autoamp.UsageError, match=r"call handle\.auto_scale\(\) once and leave scale_loss out$"):
-            with handle.scale_loss(model(torch.ones(1, 8)).float().mean(), optimizers) as scaled:
-                scaled.backward()
+            in_block(handle, model, optimizers)
         assert torch.equal(model[1].weight, plain[1].weight - expected[2])
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -71,7 +75,6 @@ def test_at_o2_the_block_names_nothing_that_is_refused_there() -> None:
     handle: Any = autoamp.current_handle()
     try:
         with pytest.raises(autoamp.UsageError, match=r"move optimizer\.step\(\) after the with block$"):
-            with handle.scale_loss(model(torch.ones(1, 8)).float().mean(), optimizers) as scaled:
-                scaled.backward()
+            in_block(handle, model, optimizers)
     finally:
         handle.deactivate()
