@@ -45,11 +45,6 @@ def are_dense_fp32(tensors: Sequence[Tensor], device: torch.device) -> bool:
     return tensors[0].device == device and {device.index}.issuperset(map(Tensor.get_device, tensors))
 
 
-def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values that can be read: not a fake one, nor one on the meta device."""
-    return not (tensor.is_meta or hasattr(tensor, "fake_mode"))
-
-
 def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function that does what this one does under `torch.no_grad`, which as a decorator takes longer.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.core.gradients import is_sharded, local_of, several_processes, version_of, versions_of
-from autoamp.core.patch_sites import living
 from autoamp.errors import UsageError, kind_of
 from autoamp.tensors import HALF_DTYPES, without_grad
 from autoamp.torch_private import disable_in_dynamo
@@ -423,6 +424,23 @@ def guard_before(optimizer: Any) -> Any:
         # A scheduler may have wrapped it.
         step = getattr(step, "__wrapped__", None)
     return None if step is None else getattr(step._instead, "__self__", None)
+
+
+def living(*kinds: type) -> list[Any]:
+    """Return the instances of these classes that live, as far as the garbage collector tells. Takes tens of ms.
+
+    Not by isinstance, which asks the object itself: a proxy may answer with another class.
+    """
+    classes, left = {id(cls): cls for cls in kinds}, list(kinds)
+    while left:
+        derived: list[type] = type.__subclasses__(left.pop())
+        left += [cls for cls in derived if id(cls) not in classes]
+        classes |= {id(cls): cls for cls in derived}
+    # All objects are in a list within one call of C alone. While Python code runs, other threads do too, and one that
+    # builds a tuple fails where somebody else refers to it. An instance refers to its class.
+    every = itertools.chain.from_iterable(map(gc.get_objects, (None,)))
+    present = classes.keys() & set(map(id, map(type, every)))
+    return [one for one in gc.get_referrers(*map(classes.__getitem__, present)) if id(type(one)) in present]
 
 
 @disable_in_dynamo

@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from autoamp.core.loss_scale import Factor, Scale, inverse_scale
 from autoamp.errors import UsageError
-from autoamp.tensors import HALF_DTYPES, has_values
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import unscale_and_check_
 
 DeviceAndDtype: TypeAlias = tuple[torch.device, torch.dtype]
@@ -205,6 +205,11 @@ def widened(tensors: Iterable[Any]) -> list[torch.Tensor]:
     return wide
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that can be read: not a fake one, nor one on the meta device."""
+    return not tensor.is_meta and (type(tensor) is torch.Tensor or not hasattr(tensor, "fake_mode"))
+
+
 def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     """Read found_inf tensors, with one device synchronisation for each device among them.
 
@@ -214,16 +219,15 @@ def found_any(found: Sequence[torch.Tensor]) -> list[bool]:
     Returns:
         For each tensor whether it is not 0; False for those without values, by which a program asks for shapes alone.
     """
-    if not all(map(has_values, found)):
-        return [False] * len(found)
     if len(found) == 1:
-        return [bool(found[0].item())]
+        return [has_values(found[0]) and bool(found[0].item())]
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(found):
         by_device.setdefault(tensor.device, []).append(index)
     flags = [False] * len(found)
     for indices in by_device.values():
-        for index, value in zip(indices, torch.cat([found[i] for i in indices]).tolist(), strict=True):
+        values = torch.cat([found[i] for i in indices])
+        for index, value in zip(indices, values.tolist(), strict=True) if has_values(values) else ():
             flags[index] = bool(value)
     return flags
 

@@ -25,14 +25,22 @@ from torch import Tensor
 
 from autoamp.core.attach import living_optimizers_and_modules, named_params, stepped_params
 from autoamp.core.block import open_blocks
-from autoamp.core.gradients import is_flat, is_sharded, local_of, non_finite, several_processes, total_norm
+from autoamp.core.gradients import (
+    has_values,
+    is_flat,
+    is_sharded,
+    local_of,
+    non_finite,
+    several_processes,
+    total_norm,
+)
 from autoamp.core.guard import StepGuard, read_checks
 from autoamp.core.listeners import Cause
 from autoamp.core.loss_scale import StaticLossScaler, UnreadFlags
 from autoamp.core.optimizers import Guards
 from autoamp.core.steps import Step, StepHistory
 from autoamp.errors import NonFiniteGradientsError, UsageError, warn_user
-from autoamp.tensors import has_values, is_capturing, without_grad
+from autoamp.tensors import is_capturing, without_grad
 
 _VECTORS = 4
 _KIND = operator.attrgetter("__class__", "dtype", "layout", "is_cpu", "requires_grad")
@@ -191,7 +199,7 @@ class NonFiniteSteps:
                 vectors = (one for one in params if one.grad is not None and one.dim() < 2 and one.is_cpu)
                 params = list(itertools.islice(vectors, _VECTORS))
             grads = [param.grad for param in params if param.grad is not None]
-        if not (grads or losses) or not all(map(has_values, (*grads, *losses))):
+        if not grads and not losses:
             return False
         if {*map(_KIND, grads), *map(_KIND, losses)} == _PLAIN:
             # Read at once: nothing runs ahead of the host. A loss has one element. Large finite values make a norm inf.
@@ -199,6 +207,8 @@ class NonFiniteSteps:
             if all(map(math.isfinite, (*losses, *norms))):
                 self._in_a_row = 0
                 return False
+        if not all(map(has_values, (*grads, *losses))):
+            return False
         # The handle may have other casts by the time of a step.
         without_casts = self._optimizers.casts.thread.with_mode(self._look, False)
         return without_casts(optimizer, guard, grads, losses, waits)  # type: ignore[no-any-return]

@@ -6,9 +6,7 @@ A site is patched only if a part that it tells listens. Torch's own objects are 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -255,19 +253,6 @@ def _subclasses(cls: type) -> Iterator[type]:
     for derived in type.__subclasses__(cls):
         yield derived
         yield from _subclasses(derived)
-
-
-def living(*kinds: type) -> list[Any]:
-    """Return the instances of these classes that live, as far as the garbage collector tells. Takes tens of ms.
-
-    Not by isinstance, which asks the object itself: a proxy may answer with another class.
-    """
-    classes = {id(cls): cls for kind in kinds for cls in (kind, *_subclasses(kind))}
-    # All objects are in a list within one call of C alone. While Python code runs, other threads do too, and one that
-    # builds a tuple fails where somebody else refers to it. An instance refers to its class.
-    every = itertools.chain.from_iterable(map(gc.get_objects, (None,)))
-    present = classes.keys() & set(map(id, map(type, every)))
-    return [one for one in gc.get_referrers(*map(classes.__getitem__, present)) if id(type(one)) in present]
 
 
 # -- the sites of a handle --

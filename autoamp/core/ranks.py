@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from autoamp.core.attach import living
 from autoamp.core.gradients import grouped_by_kind, is_sharded, local_of, total_norm
-from autoamp.core.patch_sites import living
 from autoamp.core.patches import listen
 from autoamp.errors import UsageError
 from autoamp.tensors import HALF_DTYPES

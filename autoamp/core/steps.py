@@ -21,12 +21,12 @@ from torch.nn import Module
 
 from autoamp.core.attach import ScalesItself, living_optimizers_and_modules, stepped_params
 from autoamp.core.casts import CastState
-from autoamp.core.gradients import local_of
+from autoamp.core.gradients import has_values, local_of
 from autoamp.core.listeners import Listeners
 from autoamp.core.loss_scale import LossScaler, UnreadFlags
 from autoamp.core.ranks import RequestedGroup
 from autoamp.errors import warn_user
-from autoamp.tensors import HALF_DTYPES, has_values
+from autoamp.tensors import HALF_DTYPES
 from autoamp.torch_private import MODULES_OF_NORMS, disable_in_dynamo, has_modes, undisturbed
 
 logger = logging.getLogger(__name__)
