@@ -62,8 +62,8 @@ def step_with_closure(
         raise NonFiniteGradientsError(
             f"gradients overflowed at loss scale {float(blamed.scale):g} when {guard.name} called its closure in the "
             "middle of a step, and no lower scale is allowed or helps. The parameters are at an intermediate point: "
-            "load the last checkpoint, and lower the learning rate, or min_loss_scale if that is the limit, or train in "
-            "bf16 or fp32"
+            "load the last checkpoint, and lower the learning rate, or min_loss_scale if that is the limit, or train "
+            "in bf16 or fp32"
         )
 
     known = state_size(guard.optimizer)
