@@ -635,6 +635,96 @@ def test_passes_that_the_program_scales_itself(apex: Any, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_copy_of_scale_loss_that_delays_and_skips_by_itself_skips_one_step(apex: Any, level: str) -> None:
+    """As Apex's own does: nothing is prepared where an earlier pass has left gradients scaled."""
+
+    @contextlib.contextmanager
+    def copied(loss: torch.Tensor, optimizer: Any, delay_unscale: bool) -> Iterator[torch.Tensor]:
+        scaler, stash = apex.amp._amp_state.loss_scalers[0], optimizer._amp_stash
+        if not delay_unscale and not stash.params_have_scaled_gradients:
+            optimizer._prepare_amp_backward()
+        yield loss.float() * scaler.loss_scale()
+        stash.params_have_scaled_gradients = delay_unscale
+        if delay_unscale:
+            return
+        scaler.clear_overflow_state()
+        stash.params_have_scaled_gradients = True
+        optimizer._post_amp_backward(scaler)
+        stash.params_have_scaled_gradients = False
+        if scaler.update_scale():
+            before = optimizer.step
+
+            def skip(closure: Any = None) -> None:
+                for master in stash.all_fp32_from_fp16_params:
+                    master.grad = None
+                optimizer.step = before
+
+            optimizer.step = skip
+
+    def trained(scaled: Any) -> tuple[list[bool], float]:
+        torch.manual_seed(0)
+        model = net()
+        model, optimizer = apex.amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+        stepped = []
+        for step in range(6):
+            for micro in range(2):
+                loss = model(data()).float().mean() * (torch.inf if (step, micro) == (2, 1) else 0.125)
+                with scaled(loss, optimizer, delay_unscale=not micro) as scaled_loss:
+                    scaled_loss.backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped.append(not all(map(torch.equal, before, model.parameters())))
+        return stepped, apex.amp._amp_state.loss_scalers[0].loss_scale()
+
+    assert trained(copied) == trained(apex.amp.scale_loss) == ([True, True, False, True, True, True], 2.0**15)
+
+
+def test_an_overflow_that_the_program_notes_itself(apex: Any) -> None:
+    model = net()
+    model, optimizer = apex.amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    scaler = apex.amp._amp_state.loss_scalers[0]
+    scaler._has_overflow = True
+    assert scaler._has_overflow
+    assert scaler.update_scale()
+    assert scaler.loss_scale() == 2.0**15
+    with apex.amp.scale_loss(model(data()).float().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert not scaler._has_overflow
+    assert not scaler.update_scale()
+    scaler._has_overflow = True
+    scaler.clear_overflow_state()
+    assert not scaler._has_overflow
+
+
+def test_helpers_of_the_state(apex: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from apex.amp._amp_state import maybe_print, warn_or_err
+
+    state = apex.amp._amp_state
+    state.verbosity, state.hard_override = 1, False
+    maybe_print("said")
+    maybe_print("said once", rank0=True)
+    state.verbosity = 0
+    maybe_print("not said")
+    assert capsys.readouterr().out == "said\nsaid once\n"
+    with pytest.raises(RuntimeError, match="wrong"):
+        warn_or_err("wrong")
+    state.hard_override = True
+    warn_or_err("wrong")
+
+
+def test_applier_reaches_what_is_in_containers(apex: Any) -> None:
+    from apex.amp._initialize import applier
+
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 1)])
+    given = {"a": [torch.ones(1), "text", 3], "b": (packed, None)}
+    cast = applier(given, lambda value: value.to(torch.float16))
+    assert (cast["a"][0].dtype, cast["a"][1:], cast["b"][1]) == (torch.float16, ["text", 3], None)
+    assert cast["b"][0].data.dtype is torch.float16
+    assert given["a"][0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_stash(apex: Any, level: str) -> None:
     model = net()
     model, optimizer = apex.amp.initialize(model, sgd(model), opt_level=level, verbosity=0)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoamp.apex.fused_dense import FusedDense, FusedDenseGeluDense, fused_dense_function
-from autoamp.apex.mlp.mlp import MLP, mlp_function
+from autoamp.apex.mlp import MLP, MlpFunction, mlp_function
 from autoamp.errors import UsageError
 
 SIZES = [4, 6, 3]
@@ -63,3 +63,25 @@ def test_dense_layers_names_and_values() -> None:
     assert repr(both) == "FusedDenseGeluDense(4, 6, 3)"
     with pytest.raises(UsageError, match="bias=False"):
         FusedDenseGeluDense(4, 6, 3, bias=False)
+
+
+class Wrapped(torch.autograd.Function):
+    """As DLRM wraps it, to cast its arguments."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return MlpFunction.forward(*args)
+
+    @staticmethod
+    def backward(*args: Any) -> Any:
+        return MlpFunction.backward(*args)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("function", [MlpFunction, Wrapped])
+def test_the_function_has_the_gradients_of_the_module(function: Any, bias: bool) -> None:
+    mlp, input = MLP(SIZES, bias, "sigmoid"), torch.randn(2, 4, requires_grad=True)
+    of = [input, *mlp.parameters()]
+    expected = torch.autograd.grad(mlp(input).square().sum(), of)
+    output = function.apply(mlp.bias, mlp.activation, input, *mlp.weights, *mlp.biases)
+    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), of), expected)

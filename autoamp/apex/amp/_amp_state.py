@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+import torch.distributed
 
 from autoamp.apex.amp.handle import AmpHandle, amp_handle
 from autoamp.apex.amp.properties import Properties, fill
@@ -10,6 +13,8 @@ from autoamp.apex.amp.scaler import ScalerView
 from autoamp.apex.initialize import master_params
 from autoamp.core import current_runtime
 from autoamp.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 class AmpState:
@@ -70,3 +75,16 @@ def _latest_setup() -> Any:
 
 
 _amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    """Log a warning where ``_amp_state.hard_override`` is True, else raise RuntimeError."""
+    if not _amp_state.hard_override:
+        raise RuntimeError(msg)
+    log.warning(msg)
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Print a message unless ``_amp_state.verbosity`` is 0; with ``rank0`` on rank 0 alone."""
+    if _amp_state.verbosity > 0 and not (rank0 and torch.distributed.is_initialized() and torch.distributed.get_rank()):
+        print(msg)

@@ -83,6 +83,9 @@ class AmpOptimizerState(GroupsOfMasters):
             UsageError: A ``scale_loss`` block is open, or there was no ``initialize``.
         """
         guard = self._guard("_post_amp_backward")
+        if self.params_have_scaled_gradients and guard.grads.group is None:
+            # All gradients are of passes since `prepare_backward` was due: those of older checks were dropped.
+            guard.grads.resolve()
         (aside, found), self._aside, self._found = (self._aside, self._found), [], []
         # As after ``delay_unscale``: the block takes the gradients for scaled, and unscales them at its end.
         guard.grads.scale = scaler.loss_scale()

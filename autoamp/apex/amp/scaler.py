@@ -48,6 +48,7 @@ class ScalerView:
 
     def __init__(self, scaler: core.LossScaler) -> None:
         self._scaler = scaler
+        self._noted = False
 
     @functools.cached_property
     def _overflow_buf(self) -> Tensor:
@@ -82,25 +83,33 @@ class ScalerView:
     @property
     def _has_overflow(self) -> bool:
         pending = self._pending()
-        if pending:
-            return any(check.overflowed for check in pending)
+        if self._noted or pending:
+            return self._noted or any(check.overflowed for check in pending)
         self._scaler.unread.catch_up()
         return self._scaler.last_found_inf
 
+    @_has_overflow.setter
+    def _has_overflow(self, overflow: bool) -> None:
+        self._noted = bool(overflow)
+
     def clear_overflow_state(self) -> None:
-        """Forget an overflow that was put into ``_overflow_buf``."""
+        """Forget an overflow that was put into ``_overflow_buf`` or written to ``_has_overflow``."""
         self._overflow_buf.zero_()
+        self._noted = False
 
     def update_scale(self) -> bool:
         """Move the scale by what this step's gradients were found to be, and tell whether the step is to be skipped.
 
         For programs that check gradients themselves, between `scale_loss` and ``optimizer.step()``: an overflow that
-        they put into ``_overflow_buf`` counts too. Elsewhere the scale moves at the step, and need not be asked to.
+        they put into ``_overflow_buf`` or wrote to ``_has_overflow`` counts too. Elsewhere the scale moves at the step,
+        and need not be asked to.
         """
         pending = [check for check in self._pending() if check.scaler_heard.overflow is None]
-        noted = "_overflow_buf" in vars(self) and bool(self._overflow_buf.any())
+        noted = self._noted or ("_overflow_buf" in vars(self) and bool(self._overflow_buf.any()))
         if not pending and not noted:
             return self._has_overflow
+        # What was written to ``_has_overflow`` counts once. Apex forgets it at the end of the next block.
+        self._noted = False
         overflow = noted or any(check.overflowed for check in pending)
         self._scaler.update(overflow)
         for check in pending:

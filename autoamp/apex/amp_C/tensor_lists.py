@@ -2,7 +2,9 @@
 
 The functions take ``(chunk_size, noop_flag, tensor_lists, ...)``. ``chunk_size`` has no effect: torch chooses one.
 ``noop_flag`` is a tensor of one element, which inf or nan sets to 1, without a wait for the device. A list may have
-tensors of several floating dtypes. All is computed in fp32, or in fp64 for fp64 tensors.
+tensors of several floating dtypes. All is computed in fp32, or in fp64 for fp64 tensors. Of sums and products, tensors
+of other dtypes are left as they are, such as the counts of batches in a state dict, whose bits Apex's kernels take for
+floats.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorL
     Raises:
         UsageError: The lists do not fit. Nothing was written.
     """
-    inputs, outputs = checked("multi_tensor_scale", tensor_lists, "inputs", "outputs")
+    inputs, outputs = _floating(checked("multi_tensor_scale", tensor_lists, "inputs", "outputs"))
     if not inputs:
         return
     torch._foreach_copy_(outputs, torch._foreach_mul(widened(inputs), scale))
@@ -56,7 +58,7 @@ def multi_tensor_axpby(
     Raises:
         UsageError: The lists do not fit, or ``arg_to_check`` is another number. Nothing was written.
     """
-    xs, ys, outputs = checked("multi_tensor_axpby", tensor_lists, "x", "y", "outputs")
+    xs, ys, outputs = _floating(checked("multi_tensor_axpby", tensor_lists, "x", "y", "outputs"))
     if arg_to_check not in (-1, 0, 1):
         raise UsageError(f"multi_tensor_axpby: arg_to_check={arg_to_check!r}; choose 0 for x, 1 for y or -1 for both")
     if not outputs:
@@ -118,6 +120,12 @@ def checked(op: str, tensor_lists: TensorLists, *names: str) -> list[list[Tensor
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise UsageError(f"{wanted}, of the same shapes; those at place {place} are {shapes}")
     return lists
+
+
+def _floating(lists: list[list[Tensor]]) -> list[list[Tensor]]:
+    """Return the lists without the places at which a tensor has no floating dtype."""
+    kept = [place for place in zip(*lists, strict=True) if all(tensor.is_floating_point() for tensor in place)]
+    return [[place[k] for place in kept] for k in range(len(lists))]
 
 
 def _flag(noop_flag: Tensor, tensors: list[Tensor]) -> None:

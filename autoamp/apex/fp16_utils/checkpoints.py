@@ -30,6 +30,15 @@ def load_or_restore(optimizer: Any, state_dict: Any) -> None:
         ) from error
 
 
+def state_of_scaler(saved: Any) -> Any:
+    """Return the state of a loss scaler of a checkpoint; Apex pickled the scaler itself, whose fields are read here."""
+    fields = getattr(saved, "__dict__", {})
+    if "cur_scale" not in fields:
+        return saved
+    clean = fields.get("cur_iter", 0) - 1 - fields.get("last_overflow_iter", -1)
+    return {"loss_scale": fields["cur_scale"], "unskipped": max(clean, 0) % fields.get("scale_window", 2000)}
+
+
 def matched(ours: list[list[Tensor]], theirs: Any) -> list[tuple[Tensor, Tensor]]:
     """Pair the masters with those of a checkpoint. CheckpointError: groups or shapes differ."""
     shapes = [[tuple(tensor.shape) for tensor in group] for group in ours]

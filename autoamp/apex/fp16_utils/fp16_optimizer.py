@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.apex.fp16_utils.checkpoints import load_or_restore, matched
+from autoamp.apex.fp16_utils.checkpoints import load_or_restore, matched, state_of_scaler
 from autoamp.apex.fp16_utils.fp16util import (
     clip_grad_norm,
     master_params_to_model_params,
@@ -327,11 +327,12 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
                 f"key 'dynamic_loss_scale' is {state_dict['dynamic_loss_scale']!r}, and this optimizer was built with "
                 f"{dynamic}"
             )
-        self.loss_scaler.check_state_dict(state_dict["loss_scaler"], "loss_scaler")
+        scaler_state = state_of_scaler(state_dict["loss_scaler"])
+        self.loss_scaler.check_state_dict(scaler_state, "loss_scaler")
         self._masters.add_missing_masters()
         pairs = matched(self.fp32_groups, state_dict["fp32_from_fp16"])
         load_or_restore(self.optimizer, state_dict["optimizer_state_dict"])
-        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        self.loss_scaler.load_state_dict(scaler_state)
         self.overflow = overflow
         with torch.no_grad():
             for master, value in pairs:

@@ -1,3 +1,3 @@
 """`apex.mlp`: perceptrons."""
 
-from autoamp.apex.mlp.mlp import MLP
+from autoamp.apex.mlp.mlp import MLP, MlpFunction, mlp_function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,25 @@ class MLP(Module):
     def extra_repr(self) -> str:
         """Say what the constructor was given."""
         return f"mlp_sizes={self.mlp_sizes}, bias={self.bias}, activation={_ACTIVATIONS[self.activation]!r}"
+
+
+class MlpFunction(torch.autograd.Function):
+    """`mlp_function` as an autograd function, whose two static methods programs call from functions of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: int, activation: int, *tensors: Tensor) -> Tensor:
+        """Return what `mlp_function` does, and keep ``tensors``, its input and parameters."""
+        ctx.bias, ctx.activation = bias, activation
+        ctx.save_for_backward(*tensors)
+        return mlp_function(bias, activation, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return ``(None, None, *gradients)``, those of ``tensors``. The forward pass is computed once more."""
+        tensors = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = mlp_function(ctx.bias, ctx.activation, *tensors)
+        return (None, None, *torch.autograd.grad(output, tensors, grad_output))
 
 
 def mlp_function(bias: int, activation: int, input: Tensor, *parameters: Tensor) -> Tensor:

@@ -116,6 +116,15 @@ def test_axpby_looks_where_it_is_told(check: int, in_x: int, in_y: int) -> None:
         assert noop.item() == expected
 
 
+def test_state_dicts_with_counts_are_averaged() -> None:
+    """The average of a model with batch norms, by its lists of parameters and buffers."""
+    ema, now = [torch.ones(2), torch.tensor(5)], [torch.zeros(2), torch.tensor(9)]
+    noop = flag()
+    mt.multi_tensor_axpby(65536, noop, [ema, now, ema], 0.75, 0.25)
+    mt.multi_tensor_scale(65536, noop, [ema, ema], 2.0)
+    assert (ema[0].tolist(), int(ema[1]), int(noop)) == ([1.5, 1.5], 5, 0)
+
+
 def test_norms() -> None:
     tensors, noop = mixed(0), flag()
     total, each = mt.multi_tensor_l2norm(65536, noop, [tensors], True)

@@ -26,3 +26,6 @@ class FastLayerNormFN(NormFunction):
     ) -> Tensor:
         """Normalise ``x``, shape ``(*, hidden)``, then multiply by ``gamma`` and add ``beta``, both ``(hidden,)``."""
         return wide_layer_norm(x, gamma.numel(), gamma, beta, epsilon, x.dtype)
+
+
+_fast_layer_norm = FastLayerNormFN.apply
