@@ -21,7 +21,7 @@ from autoamp.cli.output import say, writable
 from autoamp.cli.session import Options, Run, set_up
 from autoamp.core import Settings, check_device, set_handle
 from autoamp.errors import UsageError
-from autoamp.tools import Handle, check_report_tools, failures, is_page, write_report
+from autoamp.tools import Handle, check_report_tools, failures, is_page, page_template, write_report
 
 # The exit code where ``--fail-on`` found something.
 FAILED = 3
@@ -137,6 +137,9 @@ class _RunEnd:
         self._exit_code = exit_code
         if os.getpid() != self._process:
             return
+        if exit_code and self._path is not None and is_page(self._path):
+            # Python forgets that Ctrl-C ended the program, and with which exit code, where code is compiled later.
+            page_template()
         fail_on = self._chosen.fail_on
         self._document = {} if fail_on is None and self._path is None else self._run.end_recording()
         found = failures(self._document, fail_on) if exit_code == 0 and fail_on and self._document else []

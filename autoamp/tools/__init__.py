@@ -40,6 +40,7 @@ from autoamp.tools.report.document import report_of as report_of
 from autoamp.tools.report.page import check_report_tools as check_report_tools
 from autoamp.tools.report.page import is_page as is_page
 from autoamp.tools.report.page import load_report as load_report
+from autoamp.tools.report.page import page_template as page_template
 from autoamp.tools.report.page import report_page as report_page
 from autoamp.tools.report.page import write_report as write_report
 from autoamp.tools.report.recording import ReportRecording as ReportRecording

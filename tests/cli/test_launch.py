@@ -50,6 +50,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(30)
 """,
+    "computes.py": """
+import signal, torch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+torch.nn.Linear(2, 2)(torch.ones(1, 2))
+signal.raise_signal(signal.SIGINT)
+""",
     "terminated.py": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nimport time\ntime.sleep(30)\n",
     "cleans_up.py": "import atexit\natexit.register(print, 'at exit')\nprint('done')\n",
     "children.py": """
@@ -99,6 +106,7 @@ RUNS: dict[str, list[str]] = {
     "broken": ["run", "--quiet", "-m", "broken.part"],
     **{name: ["run", "--quiet", f"{name}.py"] for name in
        ("fails", "syntax", "exits", "says", "interrupted", "terminated", "cleans_up")},
+    "computes": ["run", "--quiet", "--report", "page.html", "computes.py"],
     "children": ["run", "--quiet", "--dtype", "bf16", "--device-type", "cpu", "children.py"],
     "no_script": ["run", "--quiet", "no_such.py"],
     "no_module": ["run", "--quiet", "-m", "no_such.module"],
@@ -133,8 +141,8 @@ def test_program_finds_what_it_finds_under_plain_python(
 @pytest.mark.parametrize(
     ("name", "code"),
     [
-        ("fails", 1), ("exits", 3), ("says", 1), ("interrupted", -signal.SIGINT), ("terminated", -signal.SIGTERM),
-        ("cleans_up", 0), ("syntax", 1),
+        ("fails", 1), ("exits", 3), ("says", 1), ("interrupted", -signal.SIGINT), ("computes", -signal.SIGINT),
+        ("terminated", -signal.SIGTERM), ("cleans_up", 0), ("syntax", 1),
     ],
 )  # fmt: skip
 def test_program_ends_as_under_plain_python(name: str, code: int, folder: Path, ended: dict[str, Ended]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -32,11 +33,9 @@ def check_report_tools() -> None:
         )
 
 
-def report_page(document: Mapping[str, Any]) -> str:
-    """Return a self-contained page of HTML for a run.
-
-    Args:
-        document: The result of `report_of`.
+@functools.cache
+def page_template() -> Any:
+    """Return the template of a page, which Jinja2 compiles by ``exec``.
 
     Raises:
         UsageError: Jinja2 is not installed.
@@ -49,13 +48,26 @@ def report_page(document: Mapping[str, Any]) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.get_template("page.html").render(
+    return environment.get_template("page.html")
+
+
+def report_page(document: Mapping[str, Any]) -> str:
+    """Return a self-contained page of HTML for a run.
+
+    Args:
+        document: The result of `report_of`.
+
+    Raises:
+        UsageError: Jinja2 is not installed.
+    """
+    page: str = page_template().render(
         name=" ".join(map(str, document.get("program", ()))) or "run",
         document=document,
         toml=as_toml(document["remedies"]),
         style=(_FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(_FOLDER / "page.js").read_text(encoding="utf-8"),
     )
+    return page
 
 
 def write_report(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
