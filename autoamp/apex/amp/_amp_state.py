@@ -85,6 +85,6 @@ def warn_or_err(msg: str) -> None:
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Print a message unless ``_amp_state.verbosity`` is 0; with ``rank0`` on rank 0 alone."""
+    """Log a message, which Apex prints, unless ``_amp_state.verbosity`` is 0; with ``rank0`` on rank 0 alone."""
     if _amp_state.verbosity > 0 and not (rank0 and torch.distributed.is_initialized() and torch.distributed.get_rank()):
-        print(msg)
+        log.info(msg)
