@@ -93,7 +93,7 @@ def in_function_mode() -> bool:
 
 def has_modes() -> bool:
     """Whether any mode intercepts this thread's calls, an `Unnoticed` one too."""
-    return bool(_has_function_modes() or number_of_dispatch_modes())
+    return bool(_has_function_modes() or _number_of_dispatch_modes())
 
 
 def insert_modes(*modes: Any) -> None:
@@ -132,13 +132,12 @@ def _replace_modes(stack: tuple[Any, ...], modes: Sequence[Any]) -> None:
 tracing_state: Callable[[], Any] = _find("torch._C._get_tracing_state", _tracing)
 """The state of a `torch.jit.trace` that runs; None where none does."""
 
-number_of_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 1)
-"""How many `TorchDispatchMode`s intercept this thread's operators, those that are `Unnoticed` among them."""
+_number_of_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", lambda: 1)
 
 
 def dispatch_modes() -> int:
     """Return how many `TorchDispatchMode`s intercept operators, without those that are `Unnoticed`."""
-    count = number_of_dispatch_modes()
+    count = _number_of_dispatch_modes()
     if count and _dispatch_modes[0] is not None:
         count -= sum(isinstance(mode, Unnoticed) for mode in _dispatch_modes[0]())
     return count

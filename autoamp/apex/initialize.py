@@ -35,7 +35,7 @@ from autoamp.core import (
 from autoamp.errors import UsageError, kind_of, warn_user
 from autoamp.half_units import falls_back_to_fp32, half_dtype
 from autoamp.tensors import HALF_DTYPES
-from autoamp.torch_private import is_parallelized
+from autoamp.torch_private import MODULES_OF_NORMS, is_parallelized
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,8 @@ def initialize(
         raise UsageError(f"cast_model_outputs={cast_model_outputs!r} is not a floating dtype; choose torch.float32")
     if level.casts_models:
         _refuse_sharded(model_list, opt_level)
-    for optimizer in optimizer_list if level.master_weights else ():
-        refuse_inner_groups(optimizer)
+    for optimizer in optimizer_list if level.master_weights and level.casts_models else ():
+        refuse_inner_groups(optimizer, _to_be_cast(model_list), optimizer_list)
     asked = None if process_group is None else RequestedGroup.from_arguments(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else half_dtype(dtype)
     settings = Settings.from_arguments(
@@ -182,6 +182,13 @@ def initialize(
     if verbosity:
         log.info("%s, half dtype %s, %s losses, scope %s", level, settings.dtype, num_losses, scope)
     return result
+
+
+def _to_be_cast(models: Sequence[Module]) -> list[Tensor]:
+    """Return the fp32 parameters of models, but for those of norms, which may stay in fp32."""
+    modules = [part for model in models for part in model.modules() if not isinstance(part, MODULES_OF_NORMS)]
+    params = (param for part in modules for param in part.parameters(recurse=False))
+    return [param for param in params if param.dtype is torch.float32]
 
 
 def _with_tables(settings: Settings, level: OptLevel) -> Settings:

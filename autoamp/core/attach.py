@@ -14,7 +14,7 @@ import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -119,8 +119,8 @@ def load_master(parameter: Tensor, value: Tensor) -> None:
 
 
 def trust_masters(parameters: Iterable[Tensor]) -> None:
-    """Note that the masters are authoritative from now on, as those are that all processes have loaded alike."""
-    for parameter in parameters:
+    """Note that the masters are authoritative from now on, as those are that several processes have loaded alike."""
+    for parameter in parameters if several_processes() else ():
         if (link := link_of(parameter)) is not None:
             link.stepped = True
 
@@ -155,8 +155,9 @@ def linked(half: Tensor, original: Tensor | None) -> MasterLink:
     if link is None:
         value = half.detach().float() if original is None else original.detach()
         if type(value) is Tensor:
-            # What optimizers and loops keep at parameters, such as ``lr_mult``, is at both.
-            value.__dict__ = half.__dict__
+            # What loops keep at parameters for their optimizers, such as ``lr_mult``, as it is now.
+            kept = {name: one for name, one in vars(half).items() if isinstance(one, (int, float, str))}
+            vars(value).update({name: one for name, one in kept.items() if not name.startswith("_")})
         _links[half] = link = MasterLink(half, value.requires_grad_(half.requires_grad))
     else:
         model_to_masters([(half, link)])
@@ -278,17 +279,24 @@ def refuse_unguardable(optimizer: Any) -> None:
         )
 
 
-def refuse_inner_groups(optimizer: Any) -> None:
-    """Raise UsageError for an optimizer that steps its parameters by another one, which has lists of its own.
+def refuse_inner_groups(optimizer: Any, halved: Iterable[Tensor] | None = None, given: Sequence[Any] = ()) -> None:
+    """Raise UsageError for an optimizer that steps half parameters by another one, which has lists of its own.
 
-    Masters that take the places of half parameters in the outer groups would never be stepped. An inner one that has
-    the outer one's own lists gets them too.
+    Masters that take their places in the outer groups would never be stepped. An inner one that has the outer one's own
+    lists gets them too.
+
+    Args:
+        optimizer: Gets masters.
+        halved: The parameters that are cast to half precision; None for those that are half already.
+        given: What gets masters beside it.
     """
-    lists = {id(group["params"]) for group in optimizer.param_groups}
-    own = set(map(id, stepped_params(optimizer)))
-    for attribute, inner in _inner_optimizers(optimizer):
-        if all(
-            id(group["params"]) in lists or own.isdisjoint(map(id, group["params"])) for group in inner.param_groups
+    own = stepped_params(optimizer)
+    halves = [param for param in own if param.dtype in HALF_DTYPES] if halved is None else halved
+    lists, meant = {id(group["params"]) for group in optimizer.param_groups}, set(map(id, own)) & set(map(id, halves))
+    for attribute, inner in _inner_optimizers(optimizer) if meant else ():
+        inner_lists = [group["params"] for group in inner.param_groups]
+        if any(inner is one for one in given) or all(
+            id(params) in lists or meant.isdisjoint(map(id, params)) for params in inner_lists
         ):
             continue
         is_zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
@@ -302,10 +310,17 @@ def refuse_inner_groups(optimizer: Any) -> None:
 def _inner_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield the optimizers that are attributes of an optimizer, or in a list, tuple or dict there, with its name."""
     for name, value in getattr(optimizer, "__dict__", {}).items():
-        values = (
-            value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
-        )
-        yield from ((name, inner) for inner in values if inner is not optimizer and is_optimizer(inner))
+        values = list(value.values()) if type(value) is dict else value if type(value) in (list, tuple) else [value]
+        yield from ((name, inner) for inner in values if inner is not optimizer and _has_lists(inner))
+
+
+def _has_lists(value: Any) -> bool:
+    """Whether a value is an optimizer with lists of parameters."""
+    try:
+        return is_optimizer(value) and all(isinstance(group["params"], list) for group in value.param_groups)
+    except Exception:
+        # Whatever an optimizer keeps may answer badly: a proxy of what is gone, a module that is not installed.
+        return False
 
 
 def stepped_params(optimizer: Any) -> list[Tensor]:

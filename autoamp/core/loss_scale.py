@@ -37,7 +37,7 @@ from torch import Tensor
 
 from autoamp.errors import CheckpointError, LossScaleError, UsageError, kind_of
 from autoamp.tensors import is_capturing
-from autoamp.torch_private import number_of_dispatch_modes, update_scale_
+from autoamp.torch_private import dispatch_modes, update_scale_
 
 Scale: TypeAlias = float | Tensor
 """A loss scale: a number, or where only the device knows it an fp32 tensor without dimensions that stays as it is."""
@@ -89,7 +89,7 @@ class UnreadFlags:
 
     def blank(self, device: torch.device) -> Tensor:
         """Return a flag that is not set: one fp32 element, 0. Many are made at once, as parts of one tensor."""
-        if torch.compiler.is_dynamo_compiling() or number_of_dispatch_modes():
+        if torch.compiler.is_dynamo_compiling() or dispatch_modes():
             # Code would be compiled anew for each number of parts that are left; and what a mode makes may be its own.
             return torch.zeros(1, dtype=torch.float32, device=device)
         with self.lock:

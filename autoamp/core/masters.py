@@ -34,7 +34,6 @@ from autoamp.core.attach import (
     linked,
     mark_equal,
     model_to_masters,
-    refuse_inner_groups,
     release_master,
     written_masters,
 )
@@ -57,13 +56,9 @@ class MasterWeights:
             belongs to a half parameter moves to its master. ``optimizer.zero_grad()`` clears both their gradients.
         originals: fp32 values by ``id(parameter)``, of parameters that were in fp32 before: their masters start from
             these, not from the rounded ones.
-
-    Raises:
-        UsageError: The optimizer steps by another one that has lists of its own.
     """
 
     def __init__(self, optimizer: Any, originals: Mapping[int, Tensor] | None = None) -> None:
-        refuse_inner_groups(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._originals = originals or {}
         self._pairs: dict[int, tuple[Tensor, MasterLink]] = {}

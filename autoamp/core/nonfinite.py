@@ -207,7 +207,9 @@ class NonFiniteSteps:
             if all(map(math.isfinite, (*losses, *norms))):
                 self._in_a_row = 0
                 return False
-        if not all(map(has_values, (*grads, *losses))):
+        # A program may have asked for shapes alone.
+        grads, losses = list(filter(has_values, grads)), list(filter(has_values, losses))
+        if not grads and not losses:
             return False
         # The handle may have other casts by the time of a step.
         without_casts = self._optimizers.casts.thread.with_mode(self._look, False)

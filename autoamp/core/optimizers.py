@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from autoamp.core.attach import ScalesItself, master_of, refuse_unguardable, stepped_params
+from autoamp.core.attach import ScalesItself, master_of, refuse_inner_groups, refuse_unguardable, stepped_params
 from autoamp.core.block import NeedsWith, ScaledBlock, StillScaled
 from autoamp.core.casts import CastState
 from autoamp.core.gradients import several_processes, total_norm
@@ -94,6 +94,8 @@ class Guards(GuardHost[StepGuard]):
             guard = self.guard_of(_wrapped_by(optimizer))
         if guard is None:
             wants_masters = steps_any_of(self.models_with_masters, optimizer)
+            if wants_masters:
+                refuse_inner_groups(optimizer)
             guard = self._put_guard(optimizer, MasterWeights(optimizer) if wants_masters else None)
             if check and guard.masters is None:
                 check_optimizer(optimizer)

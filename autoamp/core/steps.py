@@ -256,15 +256,18 @@ class Steps:
 
     @property
     def losses(self) -> list[Tensor]:
-        """The losses of this thread since the last step."""
-        thread = threading.get_ident()
-        return [value for one, value, _ in self._losses if one == thread]
+        """The losses of this thread since the last step, or all, where it has none: another one ran the passes."""
+        return [value for value, _ in self._own_losses()]
 
     @property
     def unscaled(self) -> list[Tensor]:
         """Those that no loss scale multiplies."""
+        return [value for value, is_scaled in self._own_losses() if not is_scaled]
+
+    def _own_losses(self) -> list[tuple[Tensor, bool]]:
         thread = threading.get_ident()
-        return [value for one, value, is_scaled in self._losses if one == thread and not is_scaled]
+        own = [(value, is_scaled) for one, value, is_scaled in self._losses if one == thread]
+        return own or [(value, is_scaled) for _, value, is_scaled in self._losses]
 
     def begin(self, step: Step, *, guarded: bool = True) -> None:
         """Take note that an optimizer is called.

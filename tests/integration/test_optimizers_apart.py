@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.errors import NonFiniteGradientsError
 
 HALF, BF16 = torch.float16, torch.bfloat16
 WAYS = ["block", "auto_scale", "plain", "GradScaler"]
@@ -141,3 +142,15 @@ def test_skips_and_first_blocks_leave_what_other_threads_do_alone() -> None:
         is_over.set()
         thread.join()
     assert not errors
+
+
+def test_a_loss_whose_pass_runs_on_a_worker_is_seen_by_the_step() -> None:
+    handle = autoamp.init(device_type="cpu", dtype=BF16, on_nonfinite="raise")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = threading.Thread(target=lambda: (model(torch.ones(2, 4)).float().mean() + math.inf).backward())
+    worker.start()
+    worker.join()
+    with pytest.raises(NonFiniteGradientsError, match="the loss"):
+        optimizer.step()
+    handle.deactivate()

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import autoamp
+from autoamp.errors import NonFiniteGradientsError
 
 HALF, BF16 = torch.float16, torch.bfloat16
 
@@ -55,3 +56,17 @@ def test_steps_without_values_are_taken(where: str, dtype: torch.dtype, kind: st
         assert not torch.equal(own[0].weight, before)
     finally:
         handle.deactivate()
+
+
+@pytest.mark.parametrize("where", ["fake", "meta"])
+def test_a_question_for_shapes_hides_no_overflow(where: str) -> None:
+    handle = autoamp.init(device_type="cpu", dtype=BF16, on_nonfinite="raise")
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mode: Any = FakeTensorMode() if where == "fake" else torch.device("meta")
+    with mode:
+        nn.Linear(4, 4)(torch.randn(2, 4)).float().mean().backward()
+    (model(torch.ones(2, 4)).float().mean() * torch.inf).backward()
+    with pytest.raises(NonFiniteGradientsError):
+        optimizer.step()
+    handle.deactivate()

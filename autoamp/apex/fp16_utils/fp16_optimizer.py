@@ -29,6 +29,7 @@ from autoamp.core import (
     current_runtime,
     is_optimizer,
     joint_norm,
+    refuse_inner_groups,
     scaled_loss,
 )
 from autoamp.errors import CheckpointError, UsageError, kind_of
@@ -94,6 +95,8 @@ class FP16_Optimizer(Iterations, GroupsOfMasters, torch.optim.Optimizer, ScalesI
         runtime = current_runtime()
         # At O2 the handle may have given the optimizer masters and a guard. The masters are used here, the guard goes.
         theirs = None if runtime is None else runtime.optimizers.hand_over(init_optimizer)
+        if theirs is None:
+            refuse_inner_groups(init_optimizer)
         self._masters = MasterWeights(init_optimizer) if theirs is None else theirs
         # Of a pass that the program begins itself, while no handle is active, nobody else hears.
         self._masters.hear_passes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,3 +82,49 @@ def test_an_optimizer_that_steps_by_others_trains_or_is_refused_with_a_remedy(
     else:
         autoamp.initialize(model, optimizer, **options)
         assert trains(model, optimizer, optimizer) == [True] * 4
+
+
+def initialized(model: nn.Module, optimizers: Any, **options: Any) -> None:
+    options = {"dtype": torch.float16, "device_type": "cpu", "verbosity": 0, **options}
+    autoamp.initialize(model, optimizers, opt_level="O2", **options)
+
+
+def test_an_inner_optimizer_that_is_given_too_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = Outer(inner)
+    initialized(model, [outer, inner])
+    assert all(trains(model, outer, outer))
+
+
+@pytest.mark.parametrize("kind", ["norms", "fp64", "left in fp32", "of another model"])
+def test_an_outer_optimizer_without_half_parameters_trains(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = model.double() if kind == "fp64" else model
+    first, last = list(model.parameters())[:2], list(model.parameters())[2:4] if kind == "norms" else None
+    outer = Outer(torch.optim.SGD(last or model[2].parameters(), lr=0.1))
+    optimizers = [torch.optim.SGD(first, lr=0.1), outer]
+    options = {"cast_model_type": False if kind == "left in fp32" else None, "loss_scale": 128.0}
+    initialized(model[0] if kind == "of another model" else model, optimizers, **options)
+    before = [param.detach().clone() for param in outer.param_groups[0]["params"]]
+    inputs = torch.randn(8, 4, dtype=next(model.parameters()).dtype if kind == "fp64" else torch.float32)
+    with autoamp.scale_loss(model(inputs).square().sum(), optimizers) as scaled:
+        scaled.backward()
+    outer.step()
+    assert not any(map(torch.equal, before, outer.param_groups[0]["params"]))
+
+
+class Unready:
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)
+
+
+@pytest.mark.parametrize("kind", ["unready", "in a list", "no groups"])
+def test_what_an_optimizer_keeps_may_answer_badly(kind: str) -> None:
+    no_groups = SimpleNamespace(param_groups=None, step=print)
+    kept = {"unready": Unready(), "in a list": [Unready()], "no groups": no_groups}[kind]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.kept = kept
+    initialized(model, optimizer)
+    assert all(trains(model, optimizer, optimizer))
