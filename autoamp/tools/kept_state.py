@@ -41,7 +41,9 @@ class KeptState:
             self._undo.append(functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
 
     def keep(self, module: Module) -> None:
-        """Keep the attributes of a module and of those within it."""
+        """Keep the attributes of a module and of those within it. Not from within compiled code."""
+        if torch.compiler.is_compiling():
+            return
         for each in set(module.modules()) - self._modules:
             own = vars(each)
             for value in (own, *own.values()):

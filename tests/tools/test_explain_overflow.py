@@ -182,3 +182,25 @@ def test_a_function_that_is_refused_as_it_scales_its_loss_leaves_gradients_and_v
     optimizer.step()
     assert handle.last_step_skipped is not delayed
     assert layer.bias.item() == (pytest.approx(bias - 0.5) if delayed else bias)
+
+
+class Counting(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = torch.nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        result: Tensor = self.inner(x).square().mean()
+        return result
+
+
+def test_a_compiled_model_that_writes_an_attribute_is_looked_at() -> None:
+    """Dynamo traces the hooks that keep the state of modules."""
+    handle = started(traced=False)
+    model, x = Counting(), torch.randn(4, 8)
+    compiled: Any = torch.compile(model, backend="eager")
+    compiled(x).backward()
+    found = handle.explain_overflow(lambda: compiled(x) * torch.inf)
+    assert "the program uses torch.compile" in str(found)
+    assert handle.explain_overflow(lambda: compiled(x)) is None
