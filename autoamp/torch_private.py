@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map as tree_map
 
 ASKED: list[str] = []
 """All of these names, in the order in which they were looked up."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._pytree import tree_map
-
 from autoamp.apex.amp.frontend import initialize as _initialize
+from autoamp.torch_private import tree_map
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:

@@ -35,12 +35,7 @@ def check_report_tools() -> None:
 
 @functools.cache
 def page_template() -> Any:
-    """Return the template of a page, which Jinja2 compiles by ``exec``.
-
-    Raises:
-        UsageError: Jinja2 is not installed.
-    """
-    check_report_tools()
+    """Return the template of a page, which Jinja2 compiles by ``exec``; see `check_report_tools`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -60,6 +55,7 @@ def report_page(document: Mapping[str, Any]) -> str:
     Raises:
         UsageError: Jinja2 is not installed.
     """
+    check_report_tools()
     page: str = page_template().render(
         name=" ".join(map(str, document.get("program", ()))) or "run",
         document=document,
