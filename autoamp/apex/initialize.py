@@ -147,7 +147,7 @@ def initialize(
     if level.casts_models:
         _refuse_sharded(model_list, opt_level)
     for optimizer in optimizer_list if level.master_weights and level.casts_models else ():
-        refuse_inner_groups(optimizer, _to_be_cast(model_list), optimizer_list)
+        refuse_inner_groups(optimizer, _to_be_cast(model_list, level), optimizer_list)
     asked = None if process_group is None else RequestedGroup.from_arguments(process_group, None)
     half = level.cast_model_type if level.cast_model_type in HALF_DTYPES else half_dtype(dtype)
     settings = Settings.from_arguments(
@@ -184,9 +184,10 @@ def initialize(
     return result
 
 
-def _to_be_cast(models: Sequence[Module]) -> list[Tensor]:
-    """Return the fp32 parameters of models, but for those of norms, which may stay in fp32."""
-    modules = [part for model in models for part in model.modules() if not isinstance(part, MODULES_OF_NORMS)]
+def _to_be_cast(models: Sequence[Module], level: OptLevel) -> list[Tensor]:
+    """Return the fp32 parameters of models, but for those of norms that a level keeps in fp32."""
+    kept = MODULES_OF_NORMS if level.keep_batchnorm_fp32 else ()
+    modules = [part for model in models for part in model.modules() if not isinstance(part, kept)]
     params = (param for part in modules for param in part.parameters(recurse=False))
     return [param for param in params if param.dtype is torch.float32]
 

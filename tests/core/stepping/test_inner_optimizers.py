@@ -114,6 +114,13 @@ def test_an_outer_optimizer_without_half_parameters_trains(kind: str) -> None:
     assert not any(map(torch.equal, before, outer.param_groups[0]["params"]))
 
 
+def test_norms_that_are_cast_are_half_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(autoamp.UsageError, match="an optimizer of its own"):
+        initialized(model, Outer(torch.optim.SGD(model[1].parameters(), lr=0.1)), keep_batchnorm_fp32=False)
+    assert model[1].weight.dtype is torch.float32
+
+
 class Unready:
     def __getattr__(self, name: str) -> Any:
         raise ImportError(name)
